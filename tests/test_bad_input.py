@@ -211,7 +211,8 @@ TRAIN = "--trajectories t --model m --out o"
 REQUIRED = {1: "--out o", 2: "--tasks t --agent script --out o", 3: TRAIN, 4: f"--method rft {TRAIN}",
             5: "a=b --out o", "critics": "--trajectories t --out o"}
 FLAGS = {                       # {program: flags, or (flags, what the line says)}; else the line names the flag
-    1: ["--num-tasks 0", "--out ''"],
+    1: ["--num-tasks 0", "--out ''", "--source llm", "--model smollm2", "--seeds x", "--max-attempts 3",
+        ("--source llm --model smollm2 --path x", "--path needs")],
     2: ["--agent ''", "--temperature -1", "--chat-template-args []", "--samples x", "--system-prompt f", "--branch 4",
         "--best-of 2", ("--agent a --best-of 2", "--critic DIR or judge:MODEL"),
         ("--agent a --branch 4 --best-of 2 --critic c", "--branch needs"),
@@ -247,10 +248,7 @@ def test_flags(capsys, program, flag):
 
 @pytest.mark.parametrize("number, words, line", [
     (1, "--nonsense", "unknown flag --nonsense; --help shows all"),
-    (2, "--tasks t --agnt m", "unknown flag --agnt; did you mean --agent?"),
-    (3, "--modle=m --foo 2", "unknown flag --modle, --foo; did you mean --model?"),
-    (4, "--methd sft", "unknown flag --methd; did you mean --method?"),
-    (5, "--outt o", "unknown flag --outt; did you mean --out?")])
+    (3, "--modle=m --foo 2", "unknown flag --modle, --foo; did you mean --model?")])
 def test_an_unknown_flag_is_named_where_required_ones_are_missing(capsys, number, words, line):
     with pytest.raises(SystemExit) as ended:
         stage(number).parse_args(words.split())

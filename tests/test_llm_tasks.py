@@ -252,14 +252,6 @@ def test_bad_seed_files_are_one_line(name, content, line, tmp_path):
     assert not out.parent.exists()
 
 
-@pytest.mark.parametrize("flags", [["--source", "llm"], ["--model", "smollm2"], ["--seeds", "x"],
-                                   ["--max-attempts", "3"], ["--source", "llm", "--model", "smollm2", "--path", "x"]])
-def test_flags_that_do_not_fit(flags, capsys):
-    with pytest.raises(SystemExit):
-        generate_tasks.parse_args([*flags, "--out", "t"])
-    assert " need" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("split, attempts", [("all", 200), ("train", 250), ("test", 2000)])
 def test_default_of_max_attempts(split, attempts):
     flags = ["--source", "llm", "--model", "m", "--num-tasks", "10", "--split", split, "--out", "t"]
