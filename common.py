@@ -401,7 +401,7 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model = model
         self.processor = processor
-        self.takes_trees = models.takes_no_masks(model) is None
+        self.takes_trees = models.takes_masks(model)
         self.head = None
         if has_head:
             self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)

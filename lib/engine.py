@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from lib.models import decoder_mask, most_positions, projection_of, sliding_window, takes_no_masks
+from lib.models import decoder_mask, most_positions, projection_of, sliding_window, takes_masks
 from lib.runtime import InputError, say
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
@@ -45,7 +45,6 @@ class Request:
     temperature: float
     key: object                 # the dialogue, whose earlier requests may have left something in the cache
     outputs: list               # of each sample its new ids
-    unfinished: int             # samples
     future: asyncio.Future      # gets the outputs
 
 
@@ -80,10 +79,10 @@ class Engine:
 
     def __init__(self, model, stops, slots, max_tokens, num_ids=None):
         from transformers import Cache
-        lack = takes_no_masks(model)
-        if lack:
-            raise InputError(f"{model.name_or_path}: a {model.config.model_type} model, {lack}, cannot be sampled from "
-                             "here; run it as a server (http://…, which 04 takes as --sampler)")
+        if not takes_masks(model):
+            raise InputError(f"{model.name_or_path}: a {model.config.model_type} model, whose layers do not take masks "
+                             "and positions of our choice, cannot be sampled from here; run it as a server (http://…, "
+                             "which 04 takes as --sampler)")
         self.model = model
         self.window = sliding_window(model)
         self.stops = set(stops)
@@ -113,7 +112,7 @@ class Engine:
         assert num_samples <= len(self.slots)
         assert len(prompt) + max_new_tokens <= self.max_tokens
         outputs = [[] for _ in range(num_samples)]
-        request = Request(list(prompt), uniforms.tolist(), temperature, key, outputs, num_samples, asyncio.Future())
+        request = Request(list(prompt), uniforms.tolist(), temperature, key, outputs, asyncio.Future())
         self.waiting.append(request)
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self.run())
@@ -225,18 +224,14 @@ class Engine:
         number and the temperature of the next one.
 
         On a GPU a step of a shape is computed as usual the first time; the second time its kernels are captured as a
-        CUDA graph, by which it is launched at once from then on."""
+        CUDA graph, by which it is launched at once from then on. Where none can be captured, steps are as usual."""
         on_device = self.inputs[:len(inputs)]
         on_device.copy_(inputs)
-        shape = len(inputs), width
-        if self.has_few_shapes and shape in self.graphs:
-            return self.replayed(shape, functools.partial(self.sample, on_device, width))
-        tokens = self.sample(on_device, width)
-        self.graphs[shape] = None
-        return tokens
-
-    def replayed(self, shape, work):
-        """What work() returns, by the graph of this shape; without one where it cannot be captured."""
+        work, shape = functools.partial(self.sample, on_device, width), (len(inputs), width)
+        if not self.has_few_shapes or shape not in self.graphs:
+            tokens = work()
+            self.graphs[shape] = None
+            return tokens
         if self.graphs[shape] is None:
             captured = [graph for graph in self.graphs.values() if graph]
             try:
@@ -258,8 +253,8 @@ class Engine:
     def finish(self, slot):
         """The slot becomes idle. The request that it has worked for gets its outputs when they are all there."""
         request, slot.request = slot.request, None
-        request.unfinished -= 1
-        if request.unfinished == 0 and not request.future.done():
+        is_unfinished = any(other.request is request for other in self.slots)
+        if not is_unfinished and not request.future.done():
             request.future.set_result(request.outputs)
 
     def compact(self):

@@ -8,11 +8,10 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lib import models
 from lib.runtime import InputError, say
-
-USABLE_OF_80_GB = 76e9
 
 
 class Ledger(TorchDispatchMode):
@@ -31,13 +30,17 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.seen:
-                storage = tensor.untyped_storage()
-                self.seen.add(storage._cdata)
-                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
-                self.book(activations=self.now["activations"] + storage.nbytes())
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.made(tensor.untyped_storage())
         return result
+
+    def made(self, storage):
+        number, size = storage._cdata, storage.nbytes()
+        if number not in self.seen:
+            self.seen.add(number)
+            weakref.finalize(storage, self.freed, number, size)
+            self.book(activations=self.now["activations"] + size)
 
     def freed(self, number, size):
         self.seen.remove(number)
@@ -84,11 +87,6 @@ class PlannedStep:
     def num_rows(self):
         return self.num_examples * self.rows_an_example
 
-    @property
-    def accumulates(self):
-        """Whether a step has several micro-batches, whose gradients add up."""
-        return self.batch_size > self.num_examples * self.world_size
-
 
 class Fsdp:
     """Books what FSDP2 does beside a model's passes, by hooks on its layers. A group is a layer, or the model itself
@@ -101,38 +99,42 @@ class Fsdp:
 
     def __init__(self, model, step):
         self.model, self.layers = model, models.layers_of(model)
-        self.accumulates = step.accumulates
-        self.width = getattr(torch, step.sharding.dtype).itemsize
+        # several micro-batches, whose gradients add up
+        self.accumulates = step.batch_size > step.num_examples * step.world_size
         shards = step.world_size
         is_split = step.world_size > 1 or step.sharding.dtype != "float32"          # as of models.shard
         self.parameters = {layer: list(layer.parameters()) for layer in self.layers}
-        in_layers = {parameter for parameters in self.parameters.values() for parameter in parameters}
+        in_layers = set().union(*self.parameters.values())
         self.parameters[model] = list(set(model.parameters()) - in_layers)
         self.gathered, self.flat, self.reduced, self.kept = {}, {}, {}, {}
-        self.frozen = 0                                             # this rank's shard of what is not trained
         for group, parameters in self.parameters.items():
-            numel = sum(parameter.numel() for parameter in parameters)
             trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-            self.gathered[group] = self.width * numel * is_split
+            self.gathered[group] = sum(parameter.nbytes for parameter in parameters) * is_split
             self.flat[group] = self.gathered[group] * (shards > 1)
             self.reduced[group] = 4 * trained * is_split
             self.kept[group] = 4 * trained / shards
-            self.frozen += self.width * (numel - trained) / shards
+        self.ahead = dict(zip(self.layers, [0, *map(self.flat.get, self.layers)]))
         self.trained = sum(self.kept.values())
-        masks = step.num_rows * step.row_tokens ** 2 * (self.width + 1) * step.tree
+        frozen = [parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad]
+        self.frozen = sum(frozen) / shards
+        mask_bytes = model.dtype.itemsize + 1                       # the numbers that are added, and bools
+        masks = step.num_rows * step.row_tokens ** 2 * mask_bytes * step.tree
         self.ledger = Ledger([*model.parameters(), *model.buffers()], root=self.gathered[model],
-                             gradients=self.trained * step.accumulates, masks=masks)
+                             gradients=self.trained * self.accumulates, masks=masks)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.keep_gradient)
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self.before_forward)
+            layer.register_forward_hook(lambda *_: self.ledger.book(layer=0))
+            layer.register_full_backward_pre_hook(self.before_backward)
+            layer.register_full_backward_hook(self.after_backward)
 
     def before_forward(self, layer, *_):                            # its flat buffer is freed in the next layer
         self.ledger.book(layer=self.gathered[layer], flat=self.flat[layer])
 
-    def after_forward(self, layer, *_):
-        self.ledger.book(layer=0)
-
     def before_backward(self, layer, *_):                           # the layer before is gathered ahead of time
-        index = self.layers.index(layer)
-        ahead = self.flat[self.layers[index - 1]] if index > 0 else 0
-        self.ledger.book(layer=self.gathered[layer], flat=ahead)
+        self.ledger.book(layer=self.gathered[layer], flat=self.ahead[layer])
 
     def after_backward(self, group, *_):
         place = "root" if group is self.model else "layer"
@@ -146,18 +148,7 @@ class Fsdp:
 
     def keep_gradient(self, parameter):                 # of a whole parameter, until those of its group are reduced
         parameter.grad = None
-        self.ledger.book(**{str(id(parameter)): self.width * parameter.numel()})
-
-    def watch(self):
-        """Put the hooks on the model."""
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.keep_gradient)
-        for layer in self.layers:
-            layer.register_forward_pre_hook(self.before_forward)
-            layer.register_forward_hook(self.after_forward)
-            layer.register_full_backward_pre_hook(self.before_backward)
-            layer.register_full_backward_hook(self.after_backward)
+        self.ledger.book(**{str(id(parameter)): parameter.nbytes})
 
 
 def memory_plan(config, step, token_logps):
@@ -173,25 +164,23 @@ def memory_plan(config, step, token_logps):
     token_logps: common.token_logps, which this file must not import.
 
     Not in it: what loading needs, buffers of NCCL and cuBLAS, fragmentation. AdamW is fused, so it copies nothing."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
     AttentionInterface.register("fused_attention", functools.partial(fused_attention, has_mask=step.tree))
     dtype = getattr(torch, step.sharding.dtype)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype,
-                                                 attn_implementation="fused_attention").train()
+        model = models.meta_model(copy.deepcopy(config), dtype, attn_implementation="fused_attention").train()
         if step.lora:
             models.add_adapter(model, step.lora, dtype)
     if step.sharding.activation_checkpointing:
         models.checkpoint_layers(model)
     fsdp = Fsdp(model, step)
-    fsdp.watch()
-    with torch.device("meta"), fsdp.ledger, warnings.catch_warnings():
-        warnings.simplefilter("ignore")                             # the first layer's hook is early in a frozen model
+    # a warning: the first layer's hook is early in a frozen model
+    with torch.device("meta"), fsdp.ledger, warnings.catch_warnings(action="ignore"):
         ids = torch.zeros(step.num_rows, step.row_tokens, dtype=torch.long)
-        places = torch.zeros(step.num_rows * step.row_tokens // 2, dtype=torch.long)
+        places = torch.zeros(ids.numel() // 2, dtype=torch.long)
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        logps = token_logps(models.projection_of(model), hidden[places, places], ids[places, places])
-        logps.sum().backward()
+        states, tokens = hidden[places, places], ids[places, places]
+        token_logps(models.projection_of(model), states, tokens).sum().backward()
         fsdp.after_backward(model)
     peak = dict(fsdp.ledger.peak)
     plan = {
@@ -201,16 +190,6 @@ def memory_plan(config, step, token_logps):
         "activations": peak.pop("activations") + peak.pop("masks"),
         "gathered": sum(peak.values())}
     return {**plan, "total": sum(plan.values())}
-
-
-def model_sizes(config):
-    """(Parameters of a model, numbers that the cache of a token holds)."""
-    from transformers import AutoModelForCausalLM
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
-    return sum(parameter.numel() for parameter in model.parameters()), cache
 
 
 def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
@@ -223,19 +202,10 @@ def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
     if models.reads_images(name):
         raise InputError(f"{name}: --dry-run knows models of text alone")
     config = models.from_pretrained(AutoConfig, name)
-    plan = memory_plan(config, step, token_logps)
-    say(f"{name} on {step.world_size} ranks, {step.sharding.dtype}; on each rank a micro-batch"
+    say(f"{name} on {step.world_size} ranks, {step.sharding.dtype}; at the peak of a step, on each rank a micro-batch"
         f" of {step.num_rows} rows of {step.row_tokens:,} tokens (--max-length):")
-    for part, number in plan.items():
+    for part, number in memory_plan(config, step, token_logps).items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
-    fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
-    say(f"at the step's peak; {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
     if step.tree:
-        dtype = getattr(torch, step.sharding.dtype)
-        num_parameters, cache = model_sizes(config)
-        weights = num_parameters * dtype.itemsize
-        adapted = weights / step.world_size
-        full = 2 * 4 * num_parameters / step.world_size             # a critic and its reference in float32
-        say(f"before it, sampling: {weights / 1e9:.3f} GB of weights on each rank, and "
-            f"{cache * dtype.itemsize / 1e6:.3f} MB for each token of the --concurrency candidates",
-            f"scoring by a critic of this size: {adapted / 1e9:.3f} GB with an adapter, {full / 1e9:.3f} GB without")
+        say("before it, candidates are sampled: each rank then holds the whole model, and keys and values of what it "
+            "samples at a time (--concurrency)")

@@ -70,29 +70,18 @@ def plain_chat(tokenizer, chat):
 
 def render_chat(tokenizer, chat, **options):
     """The text of a chat (messages) by the template of a tokenizer or processor; InputError where the template fails.
-    Where it takes no system message, the system prompt opens the first message of the user, as in Gemma 3's.
-    Contents are text alone (plain_chat)."""
-    chat = plain_chat(getattr(tokenizer, "tokenizer", tokenizer), chat)
-    if chat[0]["role"] == "system" and not takes_system(tokenizer):
-        system, request, *rest = chat
-        chat = [{**request, "content": f"{system['content']}\n\n{request['content']}"}, *rest]
+    Where it raises an error at a system message (Gemma 2's, Mistral's), the system prompt opens the first message of
+    the user, as in Gemma 3's. Contents are text alone (plain_chat)."""
+    text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     try:
-        return tokenizer.apply_chat_template(chat, tokenize=False, **options)
+        return tokenizer.apply_chat_template(plain_chat(text_tokenizer, chat), tokenize=False, **options)
     except Exception as error:                                      # a template can raise anything
-        folder = getattr(tokenizer, "tokenizer", tokenizer).name_or_path
-        raise InputError(f"{folder}: its chat template fails ({type(error).__name__}: {one_line(error)})") from None
-
-
-@functools.lru_cache
-def takes_system(tokenizer):
-    """Whether a template renders a system message, at which those of Gemma 2 and Mistral raise an error."""
-    request = {"role": "user", "content": "?"}
-    render_chat(tokenizer, [request])
-    try:
-        tokenizer.apply_chat_template([{"role": "system", "content": "?"}, request], tokenize=False)
-    except Exception:                                               # a template can raise anything
-        return False
-    return True
+        if chat[0]["role"] == "system":
+            system, request, *rest = chat
+            opening = {**request, "content": f"{system['content']}\n\n{request['content']}"}
+            return render_chat(tokenizer, [opening, *rest], **options)
+        raise InputError(f"{text_tokenizer.name_or_path}: its chat template fails ({type(error).__name__}: "
+                         f"{one_line(error)})") from None
 
 
 @functools.lru_cache
@@ -284,13 +273,10 @@ def whole_model(name, dtype=torch.float32):
     check_base(name)
     peft = import_peft()
     with loading(name):
-        adapted = peft.PeftModel.from_pretrained(model, name, torch_device="cpu")
+        adapted = peft.PeftModel.from_pretrained(model, name, torch_device="cpu", autocast_adapter_dtype=False)
     if dtype == torch.float32:
         return adapted.merge_and_unload()
-    model = adapted.base_model.model            # a sum in bfloat16 would round most of a small adapter away
-    for tensor in adapter_parameters(model).values():
-        tensor.data = tensor.data.to(dtype)
-    return model
+    return adapted.base_model.model             # a sum in bfloat16 would round most of a small adapter away
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,12 +295,10 @@ class FloatSums(torch.autograd.Function):
     def backward(ctx, gradient):
         hidden, weight = ctx.saved_tensors
         gradient = gradient.to(weight.dtype)                                                      # (n, V)
-        of_hidden = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_hidden = gradient @ weight                                                         # (n, H)
+        of_weight = None
         if ctx.needs_input_grad[1]:                                 # not of a frozen model
             of_weight = gradient.t() @ hidden                                                     # (V, H)
-        return of_hidden, of_weight
+        return gradient @ weight, of_weight                                                       # (n, H), (V, H)
 
 
 def has_float_sums(hidden, weight):
@@ -384,20 +368,16 @@ WINDOWED = ("afmoe", "cohere2", "cwm", "exaone4", "exaone_moe", "gemma2", "gemma
             "qwen3", "smollm3", "starcoder2", "vaultgemma")
 
 
-def takes_no_masks(model):
-    """Why a model does not take masks and positions of our choice, as trees (common.collate) and lib/engine.py need;
-    None where it does."""
+def takes_masks(model):
+    """Whether a model takes masks and positions of our choice, as trees (common.collate) and lib/engine.py need: all
+    layers see all earlier tokens, or a window that is known, by positions that are given."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     config = model.config.get_text_config()
     kinds = {type(layer) for layer in cache_layers(model)} - {DynamicLayer}
     if config.model_type in WINDOWED:
         kinds -= {DynamicSlidingWindowLayer}
-    if kinds:
-        return "some of whose layers do not see all earlier tokens"
     takes_positions = "position_ids" in inspect.signature(model.get_decoder().forward).parameters
-    if not takes_positions or getattr(config, "alibi", False):
-        return "which takes no positions of tokens"
-    return None
+    return takes_positions and not kinds and not getattr(config, "alibi", False)
 
 
 def decoder_mask(model, window, is_seen, positions, key_positions):
@@ -504,7 +484,7 @@ def load_sharded(name, run, sharding, lora, build):
     lora    None, or a LoraConfig: the model is kept in sharding.dtype, frozen, and gets a new adapter
     build   makes the module of the model (common.Scorer)"""
     dtype, tensors = getattr(torch, sharding.dtype) if lora else torch.float32, {}
-    config, generation_config, buffers = read_whole(name, dtype, tensors)
+    config, generation_config, buffers = read_whole(name, dtype, lora, sharding.seed, tensors)
     with torch.device("meta"):
         model = meta_model(config, dtype)
         model.generation_config = generation_config
@@ -517,27 +497,25 @@ def load_sharded(name, run, sharding, lora, build):
         model.tie_weights()                                         # to_empty gives a tied weight twice, FSDP once
     for key, buffer in model.named_buffers():
         buffer.copy_(buffers[key])
-    if is_main():
-        stored = {key: key.replace(".base_layer.", ".") for key in model.state_dict() if ".lora_" not in key}
-        tensors = {key: tensors[name] for key, name in stored.items()}
     set_tensors(model, tensors, broadcast_from_rank0=True)
-    if lora:
-        start_adapter(model, sharding.seed)
     return scorer
 
 
 @on_main
-def read_whole(name, dtype, tensors):
-    """Read a model's files into rank 0's `tensors`. Returns what all ranks need: configuration, generation config,
-    buffers."""
+def read_whole(name, dtype, lora, seed, tensors):
+    """Read a model's files, with a new adapter, into rank 0's `tensors`. Returns what all ranks need: configuration,
+    generation config, buffers."""
     model = whole_model(name, dtype)
+    if lora:
+        add_adapter(model, lora)
+        start_adapter(model, seed)
     tensors.update(model.state_dict())
     return model.config, model.generation_config, dict(model.named_buffers())
 
 
-def meta_model(config, dtype=torch.float32):
+def meta_model(config, dtype=torch.float32, **options):
     """The model of a configuration without weights; to be called under torch.device("meta")."""
-    return class_of(config).from_config(config, dtype=dtype, trust_remote_code=False)
+    return class_of(config).from_config(config, dtype=dtype, trust_remote_code=False, **options)
 
 
 def load_head(head, folder):
@@ -624,12 +602,12 @@ def check_base(folder):
     """InputError where an adapter's base has another fingerprint than when the adapter was trained; one that other
     programs made has none."""
     from safetensors import safe_open
+    base = base_of(folder)
     with loading(folder), safe_open(pathlib.Path(folder) / ADAPTER_WEIGHTS, "pt") as file:
         known = (file.metadata() or {}).get("base_fingerprint")
-    fingerprint = weights_fingerprint(base_of(folder))
-    if known and fingerprint and known != fingerprint:
-        raise InputError(f"{folder}: its base model {base_of(folder)} has other weights than when the adapter was "
-                         f"trained (fingerprint {known}, now {fingerprint}); put them back, or train it again")
+    if known and weights_fingerprint(base) not in (None, known):
+        raise InputError(f"{folder}: its base model {base} has other weights than when the adapter was trained; put "
+                         "them back, or train it again")
 
 
 def lora_config(name, rank, targets, merge):
@@ -699,13 +677,11 @@ def set_tensors(module, tensors, **options):
 
 
 def start_adapter(model, seed):
-    """A new adapter's first values, the same on any number of ranks: A by `seed`; B zero, so that it does nothing."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
+    """A new adapter's first values: A by `seed`, B zero as peft has it, so that the adapter does nothing."""
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_parameters(model).items():
-        tensors[name] = torch.zeros(parameter.shape)
         if ".lora_A." in name:
-            torch.nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5), generator=generator)
-    set_tensors(model, tensors)
+            torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
 
 
 def load_adapter(model, folder):

@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections import namedtuple
+from collections import Counter, namedtuple
 
 import torch
 import torch.distributed as dist
@@ -45,8 +45,6 @@ def run_stage(main, *errors):
     try:
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except BaseException as error:                                   # torch's CheckpointException is no Exception
         if not isinstance(error, (InputError, OSError, *errors)) and not is_of_full_disk(error):
             raise
@@ -67,7 +65,7 @@ FULL = "No space left on device"
 
 def is_of_full_disk(error):
     """Whether an error says that a disk is full, or, as torch's, says nothing and the output's disk is full."""
-    return FULL in str(error) or any(shutil.disk_usage(path.parent).free < 2 ** 20 for path in LOCKS)
+    return FULL in str(error) or any(shutil.disk_usage(file.fileno()).free < 2 ** 20 for file in LOCKS.values())
 
 
 def error_text(error):
@@ -410,10 +408,8 @@ def is_done(arguments, out, inputs, folder=False):
     so that a stage can ask before it loads models."""
     fingerprint.cache_clear()
     out = pathlib.Path(out)
-    if out.exists() and out.is_dir() != folder:
-        raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
     for name in inputs:
-        if name and os.path.exists(name) and pathlib.Path(os.path.realpath(name)).is_relative_to(os.path.realpath(out)):
+        if name and os.path.exists(name) and pathlib.Path(name).resolve().is_relative_to(out.resolve()):
             raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")
     path = args_path(out, folder)
     if not begun_files(out, folder):                                # nothing is lost, whoever began it
@@ -506,7 +502,6 @@ def add_costs(out, folder=False, **numbers):
     out = pathlib.Path(out)
     path = args_path(out, folder)
     record = read_json(path, ARGS_JSON)
-    costs = record.setdefault("costs", {})
-    for name, number in numbers.items():
-        costs[name] = costs.get(name, 0) + number
+    record["costs"] = Counter(record.get("costs"))
+    record["costs"].update(numbers)
     write_args(path, record)

@@ -5,7 +5,6 @@ import base64
 import dataclasses
 import functools
 import pathlib
-import sys
 
 from tqdm import tqdm
 
@@ -185,15 +184,15 @@ class RowMaker:
             self.num_in_a_row = 0
             if callable(row):
                 await self.scoring.acquire()
-                group.create_task(self.add_later(number, row))
+                group.create_task(self.add(number, row))
             else:
-                self.add(number, row)
+                await self.add(number, row)
 
-    async def add_later(self, number, score):
-        self.add(number, await score())
-        self.scoring.release()
-
-    def add(self, number, row):
+    async def add(self, number, row):
+        """row: it, or the async function that gives it."""
+        if callable(row):
+            row = await row()
+            self.scoring.release()
         self.rows.add(number, row)
         self.progress.update()
 
@@ -223,8 +222,6 @@ def finish_rows(rows, num_rows, failures, runtime):
     if runtime.rank == 0 and not failures:
         rows.finish(num_rows)
     barrier()                                                        # a rank that leaves early would end the others
-    if failures and runtime.rank > 0:
-        sys.exit(2)
     if failures:
         raise InputError(f"{rows.out}: {num_rows - len(rows.find()):,} of {num_rows:,} rows are missing, the first "
                          f"failed with {failures[0]}; run the same command again to go on")

@@ -144,7 +144,7 @@ class Server:
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
             if not sampling or is_too_long(error):
                 raise
-            refusal = told(error)
+            refusal = one_line(error)
         answer = await endpoint.create(**request)
         if self.sampling:
             say(f"{self.name}: asked without {', '.join(self.sampling)} ({refusal})")
@@ -153,11 +153,8 @@ class Server:
 
     def fault_of_error(self, client, error):
         """One line of an error that another address may not have; raises where none can do better."""
-        where = f"{client.base_url}#{self.model}"
-        status = getattr(error, "status_code", None)
-        if status is None:                                           # no connection, or no reply in time
-            return f"{where}: {one_line(error)}"
-        fault = f"{where}: status {status}: {told(error)}"
+        status = status_of(error)
+        fault = f"{client.base_url}#{self.model}: {one_line(error)} (status {status})"
         if status in (401, 403) or error.code == "insufficient_quota":
             raise InputError(f"{fault}: the key in OPENAI_API_KEY is missing or refused")
         if status == 404:
@@ -169,28 +166,24 @@ class Server:
 
 def open_client(url, retries):
     """The client of one address."""
-    try:
-        import openai
-    except ImportError:
-        raise InputError(f"{url}: servers need the package openai: pip install openai") from None
     key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
     try:
+        import openai
         return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
+    except ImportError:
+        raise InputError(f"{url}: servers need the package openai: pip install openai") from None
     except Exception as error:                                       # httpx.InvalidURL, which has no class above it
         raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
 
 
-def told(error):
-    """One line of what a server says of a request that it refuses."""
-    body = error.body
-    if isinstance(body, dict):
-        body = body.get("message") or error.message
-    return one_line(body or error.message)
+def status_of(error):
+    """The status of a refused request; None where there was no connection, or no reply in time."""
+    return getattr(error, "status_code", None)
 
 
 def is_too_long(error):
     """Whether a server refuses a request because its prompt leaves no room for the reply."""
-    return error.status_code in (400, 413, 422) and bool(TOO_LONG.search(f"{error.code} {told(error)}".lower()))
+    return status_of(error) in (400, 413, 422) and bool(TOO_LONG.search(str(error).lower()))
 
 
 def read_reply(answer):

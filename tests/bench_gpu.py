@@ -1,7 +1,7 @@
 """How fast this repository is on a GPU: a row of JSON for each measurement.
 
     python tests/bench_gpu.py --parts decode lora-compiled --out rows.jsonl
-    python tests/bench_gpu.py --device cpu --shapes tiny          # tries this program
+    python tests/bench_gpu.py --tiny                              # tries this program, on a CPU, too
 
 Models have random weights, made on the GPU.
 decode         a decoding step of the engine against the time in which the GPU reads all weights, keys and values
@@ -10,7 +10,6 @@ MFU is 6 N D over 989 TFLOP/s (H100, H200), of LoRA 4 N D: N parameters without 
 padding. plan_gb: what --dry-run predicts."""
 import argparse
 import asyncio
-import functools
 import json
 import pathlib
 import random
@@ -26,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 from lib import memory, models, training  # noqa: E402
 from lib.engine import Engine  # noqa: E402
-from lib.runtime import start  # noqa: E402
+from lib.runtime import peak_memory_mb, start  # noqa: E402
 
 PEAK = 989e12                                   # FLOP/s of an H100 or H200, bfloat16
 NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
@@ -65,9 +64,7 @@ def random_items(number, num_prompt, num_action, num_actions):
 
 
 def num_parameters(model):
-    """Without input embeddings."""
-    number = sum(parameter.numel() for parameter in model.parameters())
-    return number if model.config.tie_word_embeddings else number - model.get_input_embeddings().weight.numel()
+    return model.num_parameters(exclude_embeddings=not model.config.tie_word_embeddings)
 
 
 def seconds_of(work, times, device):
@@ -82,13 +79,6 @@ def seconds_of(work, times, device):
     return seconds
 
 
-def speed(model, factor, items, seconds):
-    peak = torch.cuda.max_memory_allocated() / 1e9 if model.device.type == "cuda" else 0
-    num_tokens = sum(len(row.ids) for [row] in items)
-    return {"tokens": num_tokens, "tokens_per_s": num_tokens / seconds, "ms": 1000 * seconds, "peak_gb": peak,
-            "mfu": factor * num_parameters(model) * num_tokens / seconds / PEAK}
-
-
 def train(name, is_tiny):
     kind, _, compiled = name.partition("-")
     shape, rank, form, num_rows = TRAINING[kind]
@@ -98,8 +88,7 @@ def train(name, is_tiny):
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     if rank:
-        lora = models.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
-                                               target_modules="all-linear")
+        lora = models.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     sharding = models.Sharding("bfloat16", compile=bool(compiled))
     scorer = random_scorer(shape, run.device, torch.bfloat16 if lora else torch.float32, lora).train()
     models.shard(scorer, run, sharding)
@@ -113,11 +102,14 @@ def train(name, is_tiny):
         optimizer.zero_grad(set_to_none=True)
     first_s = seconds_of(step, 2, run.device)
     if compiled:                                                    # other lengths and numbers of rows
-        for others in (random_items(num_rows, *form[:2], form[2] // 2), items[:-1]):
-            first_s += seconds_of(functools.partial(step, others), 1, run.device)
+        others = iter([random_items(num_rows, *form[:2], form[2] // 2), items[:-1]])
+        first_s += seconds_of(lambda: step(next(others)), 2, run.device)
     seconds = statistics.median(seconds_of(step, 5, run.device))
+    num_tokens = num_rows * len(items[0][0].ids)
+    num_flop = (4 if rank else 6) * num_parameters(scorer.model) * num_tokens
     planned = memory.PlannedStep(1, sharding, num_rows, num_rows, 1, len(items[0][0].ids), form[0] > 0, lora)
-    yield {"model": shape, "first_s": first_s, **speed(scorer.model, 4 if rank else 6, items, seconds),
+    yield {"model": shape, "first_s": first_s, "tokens": num_tokens, "tokens_per_s": num_tokens / seconds,
+           "ms": 1000 * seconds, "peak_gb": peak_memory_mb() * 2 ** 20 / 1e9, "mfu": num_flop / seconds / PEAK,
            "plan_gb": memory.memory_plan(config_of(shape), planned, common.token_logps)["total"] / 1e9}
 
 
@@ -133,45 +125,37 @@ def decode(name, is_tiny):
         config = model.config
         kept = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * (
             PROMPT_TOKENS + NEW_TOKENS // 2)                        # bytes of keys and values a row
-        seconds = seconds_of_steps(Engine(model, [], num_rows, 16384), num_rows)
+        seconds = asyncio.run(seconds_of_steps(Engine(model, [], num_rows, 16384), num_rows))
         yield {"model": shape, "rows": num_rows, "bandwidth": bandwidth,
                "floor_ms": 1000 * (2 * num_parameters(model) + num_rows * kept) / bandwidth,
                "step_ms": 1000 * statistics.median(seconds[len(seconds) // 2:]), "first_s": seconds[:4]}
 
 
-def seconds_of_steps(engine, num_rows):
+async def seconds_of_steps(engine, num_rows):
     """Of each decoding step."""
     plain_decode, seconds = engine.decode, []
     engine.decode = lambda: seconds.extend(seconds_of(plain_decode, 1, engine.device))
-
-    async def sample_all():
-        prompts, randoms = random_items(num_rows, PROMPT_TOKENS, 0, 0), torch.full((1, NEW_TOKENS), .5)
-        await asyncio.gather(*(engine.generate(row.ids, randoms, 1.0) for [row] in prompts))
-    asyncio.run(sample_all())
+    prompts, randoms = random_items(num_rows, PROMPT_TOKENS, 0, 0), torch.full((1, NEW_TOKENS), .5)
+    await asyncio.gather(*(engine.generate(row.ids, randoms, 1.0) for [row] in prompts))
     return seconds
 
 
-PARTS = {"decode": decode}
-for kind in TRAINING:
-    PARTS |= {kind: train, f"{kind}-compiled": train}
+PARTS = {"decode": decode, "lora": train, "lora-compiled": train, "critic": train, "critic-compiled": train}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--shapes", choices=["full", "tiny"], default="full")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument("--out", default="bench_gpu.jsonl", help="file to append to")
     args = parser.parse_args()
-    if args.device == "cpu":
-        torch.cuda.is_available = lambda: False
-    card = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     versions = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__}
-    with open(args.out, "a", buffering=1) as file:                  # a row is there as soon as it is measured
-        for name in args.parts:
-            for row in PARTS[name](name, args.shapes == "tiny"):
-                text = json.dumps({"part": name, **row, **versions})
-                print(text, flush=True)
+    for name in args.parts:
+        for row in PARTS[name](name, args.tiny):
+            text = json.dumps({"part": name, **row, **versions})
+            print(text, flush=True)
+            with open(args.out, "a") as file:                       # a row is there as soon as it is measured
                 file.write(text + "\n")
 
 

@@ -3,8 +3,8 @@
 Serves a model folder under the name `model` through lib.engine.generate, to chats and to prompts of ids, and under
 other names programs for chats: `asker` asks twice and answers then, `counter` says how many messages it sees, `leaky`
 quotes the reference, `thinker` thinks before it asks, `viewer` counts the images that it sees. Every request is
-appended to --log before it is answered, a JSON object a line, with its number, key, time (s), and the status that it
-got. The failures are those that servers have."""
+appended to --log before it is answered, a JSON object a line, with its key and the status that it got. The failures
+are those that servers have."""
 import argparse
 import asyncio
 import base64
@@ -108,11 +108,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             Handler.num_requests = number = self.num_requests + 1
         status, headers, refusal = self.refusal(request, number)
         with self.lock, open(args.log or os.devnull, "a") as log:
-            log.write(json.dumps({**request, "number": number, "key": self.headers["Authorization"], "status": status,
-                                  "time": time.monotonic()}) + "\n")
+            log.write(json.dumps({**request, "key": self.headers["Authorization"], "status": status}) + "\n")
         if number == args.die_at:
             os._exit(1)
-        time.sleep(args.hang_s if number == args.hang_at else args.delay_s)
+        time.sleep(60 if number == args.hang_at else args.delay_s)
         if refusal:
             return self.send(status, json.dumps({"error": {"message": refusal}}), headers)
         if request["model"] == "model":
@@ -158,8 +157,7 @@ def main():
     parser.add_argument("--log", help="file of all requests (JSONL)")
     parser.add_argument("--delay-s", type=float, default=0.0, help="before every reply")
     parser.add_argument("--die-at", type=int, help="the request at which the process ends without a reply")
-    parser.add_argument("--hang-at", type=int, help="the request whose reply comes --hang-s later")
-    parser.add_argument("--hang-s", type=float, default=60.0)
+    parser.add_argument("--hang-at", type=int, help="the request whose reply comes a minute later")
     parser.add_argument("--strict", action="store_true", help="status 400 for fields that OpenAI does not have")
     parser.add_argument("--refuse", metavar="TEXT", help="status 400 for prompts with this text in them")
     parser.add_argument("--full", metavar="TEXT", help="the same: too long")

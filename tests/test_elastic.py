@@ -1,7 +1,6 @@
 """torchrun --max-restarts: a run whose ranks are killed (kill -9) goes on by itself and ends with the same files."""
 import concurrent.futures
 import os
-import pathlib
 import signal
 import time
 
@@ -9,16 +8,17 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from conftest import begin, Partial, read, ROOT, succeed, wait
+from conftest import BASE, begin, Partial, read, ROOT, succeed, wait
 from lib.runtime import new_store
 
-BASE = ROOT / "models" / "tiny"
 TIMES = "tokens_per_s", "peak_memory_mb", "seconds"                 # of metrics.jsonl
 
 
-def run_with_kills(script, arguments, folder, *kills):
-    """Run a stage on two ranks. kills: (rank, moment) of each start; the rank is killed once moment() is true."""
-    agent = begin("tests/elastic.py", folder, ROOT / script, *arguments, folder=folder)
+def compare_with_kills(script, arguments, folder, *kills):
+    """Run a stage on two ranks, into `folder`/whole undisturbed and into `folder`/out with kills: (rank, moment) of
+    each start; the rank is killed once moment() is true. Both must write the same."""
+    succeed(script, *arguments, "--out", folder / "whole", ranks=2)
+    agent = begin("tests/elastic.py", folder, ROOT / script, *arguments, "--out", folder / "out", folder=folder)
     for attempt, (rank, moment) in enumerate(kills):
         pid, began = folder / f"pid.{attempt}.{rank}", time.monotonic()
         while not (pid.exists() and moment()):
@@ -26,16 +26,16 @@ def run_with_kills(script, arguments, folder, *kills):
             time.sleep(0.001)
         os.kill(int(pid.read_text()), signal.SIGKILL)
         assert moment(), "it had gone on before the kill"
-    status = wait(agent)
-    assert status == 0, (folder / "0.err").read_text()
+    assert wait(agent) == 0, (folder / "0.err").read_text()
     assert (folder / f"pid.{len(kills)}.0").exists() and not (folder / f"pid.{len(kills) + 1}.0").exists()
-    return (folder / "0.out").read_text()
+    assert "continues at step" in (folder / "0.out").read_text()
+    assert files(folder / "out") == files(folder / "whole")
 
 
 def files(out):
     """Names and contents of what a stage wrote, without times."""
     found = {}
-    for path in sorted(pathlib.Path(out).rglob("*")):
+    for path in sorted(out.rglob("*")):
         name = str(path.relative_to(out))
         if path.suffix == ".safetensors":
             found[name] = {key: tensor.tolist() for key, tensor in load_file(path).items()}
@@ -50,54 +50,25 @@ def num_lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-@pytest.fixture(scope="module")
-def critic(workspace, tmp_path_factory):
-    """(arguments, folder) of a critic that was trained without a disturbance."""
-    arguments = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--num-trajectories", 30, "--lr", 1e-4,
-                 "--batch-size", 2, "--max-steps", 4, "--save-every", 1, "--out"]
-    out = tmp_path_factory.mktemp("elastic") / "critic"
-    succeed("03_train_critic.py", *arguments, out, ranks=2)
-    return arguments, out
-
-
-def test_a_critic_whose_rank_is_killed(critic, tmp_path):
+def test_a_critic_whose_rank_is_killed(workspace, tmp_path):
     """In the middle of a state that is saved, when there is another one."""
-    arguments, whole = critic
     out = tmp_path / "out"
-    printed = run_with_kills("03_train_critic.py", [*arguments, out], tmp_path,
-                             (1, lambda: (out / "states" / "2").exists() and num_lines(out / "metrics.jsonl") < 4))
-    assert "continues at step" in printed and files(out) == files(whole)
+    compare_with_kills(
+        "03_train_critic.py", ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--num-trajectories", 30,
+                               "--lr", 1e-4, "--batch-size", 2, "--max-steps", 4, "--save-every", 1], tmp_path,
+        (1, lambda: (out / "states" / "2").exists() and num_lines(out / "metrics.jsonl") < 4))
 
 
-def test_a_policy_whose_ranks_are_killed(workspace, critic, tmp_path):
+def test_a_policy_whose_ranks_are_killed(workspace, tmp_path):
     """When it samples candidates, and when it trains."""
-    arguments = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--critic",
-                 critic[1], "--data-frac", 0.1, "--num-candidates", 4, "--max-new-tokens", 60, "--lr", 1e-4,
-                 "--max-steps", 6, "--save-every", 2, "--out"]
-    succeed("04_train_policy.py", *arguments, tmp_path / "whole", ranks=2)
     out = tmp_path / "out"
     candidates = out / "candidates.jsonl"
-    printed = run_with_kills(
-        "04_train_policy.py", [*arguments, out], tmp_path,
+    compare_with_kills(
+        "04_train_policy.py", ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE,
+                               "--critic", "untrained", "--data-frac", 0.06, "--num-candidates", 3, "--max-new-tokens",
+                               40, "--lr", 1e-4, "--max-steps", 5, "--save-every", 2], tmp_path,
         (1, lambda: num_lines(Partial(candidates, 1, 2)) and not candidates.exists()),
-        (0, lambda: 3 <= num_lines(out / "metrics.jsonl") < 6))
-    assert "continues at step" in printed and files(out) == files(tmp_path / "whole")
-
-
-def test_a_rollout_whose_rank_is_killed(workspace, tmp_path):
-    arguments = ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--max-rounds", 4, "--max-new-tokens", 60,
-                 "--concurrency", 12, "--out"]
-    (tmp_path / "whole").mkdir()
-    succeed("02_rollout.py", *arguments, tmp_path / "whole" / "rows.jsonl", ranks=2)
-    (tmp_path / "out").mkdir()
-    out = tmp_path / "out" / "rows.jsonl"
-    run_with_kills("02_rollout.py", [*arguments, out], tmp_path,
-                   (1, lambda: num_lines(Partial(out, 1, 2)) >= 3 and not out.exists()))
-    rows, others = read(out), read(tmp_path / "whole" / "rows.jsonl")
-    assert [(row["task_id"], row["sample"]) for row in rows] == [(row["task_id"], row["sample"]) for row in others]
-    # Other dialogues share a batch after the kill, and its last digits can decide a token.
-    assert len(rows) == 24 and sum(row == other for row, other in zip(rows, others)) >= 0.95 * len(rows)
-    assert {path.name for path in out.parent.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+        (0, lambda: 3 <= num_lines(out / "metrics.jsonl") < 5))
 
 
 @pytest.mark.parametrize("late", [0, 2])

@@ -1,5 +1,6 @@
 """lib/engine.py: the same samples as the plain way, whatever else is in the batch, and what it does not compute."""
 import asyncio
+import copy
 import random
 
 import pytest
@@ -9,7 +10,6 @@ from transformers import DynamicCache
 from lib import engine as engine_module
 from lib.engine import Engine, few_sizes, next_tokens
 from lib.models import encode
-from lib.runtime import InputError
 from lib.seeds import uniforms
 from server import generate
 
@@ -61,28 +61,27 @@ class PlainGraph:
         self.replay = work
 
 
-@pytest.mark.parametrize("slots, has_few_shapes", [(1, False), (3, False), (32, True)])
-def test_samples_do_not_depend_on_the_batch(tiny, slots, has_few_shapes, monkeypatch):
-    """has_few_shapes: as on a GPU."""
+def test_samples_do_not_depend_on_the_batch(tiny, monkeypatch):
+    """In turn, with a few others, or all at once as on a GPU (has_few_shapes)."""
     model, _ = tiny
     monkeypatch.setattr(engine_module, "Graph", PlainGraph)
     prompts = prompts_of(*[5, 90, 17, 250, 1, 33, 34, 60, 8, 120, 40, 2])
     temperatures = [1.0, 0.0, 0.6] * 4
     randoms = [randoms_of(n, max_new_tokens=4 + 3 * n) for n in range(len(prompts))]
-    engine = Engine(model, STOPS, slots, 400)
-    engine.has_few_shapes = has_few_shapes
-    results = together(*map(engine.generate, prompts, randoms, temperatures))
-    assert results == [plain(model, *request) for request in zip(prompts, randoms, temperatures)]
-    lengths = [len(ids) for [ids] in results]
-    assert len(set(lengths)) > 3 and any(ids[-1] in STOPS for [ids] in results)
-    stats = engine.stats
-    # a prompt's last token is read by the step that samples the first new one
-    assert stats["prefill_tokens"] + stats["reused_tokens"] == sum(map(len, prompts)) - len(prompts)
-    assert stats["decode_tokens"] == sum(lengths)
-    assert stats["decode_steps"] == stats["decode_tokens"] or slots > 1
-    if has_few_shapes:
-        assert all(rows in (1, 2, slots, 4, 8, 16) and width % 64 == 0 for rows, width in engine.graphs)
-        assert any(engine.graphs.values()) and len(engine.graphs) < stats["decode_steps"] / 4
+    expected = [plain(model, *request) for request in zip(prompts, randoms, temperatures)]
+    lengths = [len(ids) for [ids] in expected]
+    assert len(set(lengths)) > 3 and any(ids[-1] in STOPS for [ids] in expected)
+    for slots, has_few_shapes in ((1, False), (3, False), (32, True)):
+        engine = Engine(model, STOPS, slots, 400)
+        engine.has_few_shapes = has_few_shapes
+        assert together(*map(engine.generate, prompts, randoms, temperatures)) == expected
+        stats = engine.stats
+        # a prompt's last token is read by the step that samples the first new one
+        assert stats["prefill_tokens"] + stats["reused_tokens"] == sum(map(len, prompts)) - len(prompts)
+        assert stats["decode_tokens"] == sum(lengths)
+        assert stats["decode_steps"] == stats["decode_tokens"] or slots > 1
+    assert all(rows in (1, 2, 4, 8, 16, 32) and width % 64 == 0 for rows, width in engine.graphs)
+    assert any(engine.graphs.values()) and len(engine.graphs) < stats["decode_steps"] / 4
 
 
 def test_a_dialogue_computes_only_what_is_new(tiny):
@@ -112,27 +111,27 @@ def test_a_dialogue_computes_only_what_is_new(tiny):
     assert engine.stats["reused_tokens"] == before["reused_tokens"]          # another dialogue's cache is not read
 
 
-@pytest.mark.parametrize("slots", [6, 3])
-def test_dialogues_in_flight(tiny, slots):
+def test_dialogues_in_flight(tiny):
     """Dialogues of several turns and samples, whose people answer at once or later; slots move, and are taken away."""
     model, _ = tiny
-    engine = Engine(model, STOPS, slots, 600)
-    expected, found = {}, {}
+    expected = {}
 
-    async def play(number, prompt):
+    async def play(engine, number, prompt):
         rng = random.Random(number)
         for turn in range(4):
             randoms = randoms_of(number, turn, samples=1 + number % 3, max_new_tokens=rng.randrange(3, 20))
-            found[number, turn] = new = await engine.generate(prompt, randoms, 1.0, key=number)
-            expected[number, turn] = plain(model, prompt, randoms)
+            new = await engine.generate(prompt, randoms, 1.0, key=number)
+            if (number, turn) not in expected:
+                expected[number, turn] = plain(model, prompt, randoms)
+            assert new == expected[number, turn]
             prompt = prompt + rng.choice(new) + [rng.randrange(20, 700) for _ in range(rng.randrange(1, 12))]
             for _ in range(rng.choice([0, 0, 5, 30])):
                 await asyncio.sleep(0)
-
-    results = together(*(play(number, prompt) for number, prompt in enumerate(prompts_of(*[80, 5, 40, 20, 60, 3]))))
-    assert results == [None] * 6
-    assert found == expected
-    assert engine.stats["reused_tokens"] > 0
+    for slots in (6, 3):
+        engine = Engine(model, STOPS, slots, 600)
+        dialogues = [play(engine, number, prompt) for number, prompt in enumerate(prompts_of(*[80, 5, 40, 20, 60, 3]))]
+        assert together(*dialogues) == [None] * 6
+        assert engine.stats["reused_tokens"] > 0
 
 
 def test_many_samples_from_one_prefill(tiny):
@@ -191,16 +190,13 @@ def test_an_error_of_the_model_reaches_all_who_wait(tiny, monkeypatch):
     assert [str(error) for error in results] == ["out of memory"] * 6
 
 
-@pytest.mark.parametrize("has_few_shapes", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_ids_beyond_the_tokenizer_are_not_sampled(tiny, has_few_shapes, temperature, monkeypatch):
+def test_ids_beyond_the_tokenizer_are_not_sampled(tiny, temperature):
     """As Qwen's, whose embedding is padded: their share goes to the others."""
     model, _ = tiny
-    monkeypatch.setattr(engine_module, "Graph", PlainGraph)
     [prompt], randoms = prompts_of(12), randoms_of(1, samples=8)
     assert any(max(ids) >= 100 for ids in ask(Engine(model, [], 8, 400), prompt, randoms, temperature))
     engine = Engine(model, [], 8, 400, num_ids=100)
-    engine.has_few_shapes = has_few_shapes
     found = ask(engine, prompt, randoms, temperature)
     assert max(max(ids) for ids in found) < 100 and all(len(ids) == 24 for ids in found)
     with torch.no_grad():
@@ -209,31 +205,12 @@ def test_ids_beyond_the_tokenizer_are_not_sampled(tiny, has_few_shapes, temperat
     assert [ids[0] for ids in found] == firsts.tolist()
 
 
-def test_models_that_do_not_see_all_tokens_are_refused():
-    """But for families whose windows are known (test_families.py)."""
-    from transformers import AutoModelForCausalLM, Llama4TextConfig
-    config = Llama4TextConfig(hidden_size=8, intermediate_size=8, intermediate_size_mlp=8, num_hidden_layers=1,
-                              num_attention_heads=1, num_key_value_heads=1, vocab_size=8, head_dim=8,
-                              attention_chunk_size=4, layer_types=["chunked_attention"])
-    with pytest.raises(InputError, match="a llama4_text model"):
-        Engine(AutoModelForCausalLM.from_config(config), [], 1, 100)
-
-
-def test_bfloat16_and_grouped_heads(tiny):
-    """Not token by token (bfloat16 rounds differently in another batch), but it runs and stays in range."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-    config = Qwen2Config(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, vocab_size=50)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    prompts = [[1 + n for n in range(length)] for length in (3, 20, 40)]
-    for kind in (torch.float32, torch.bfloat16):
-        model = model.to(kind)
-        engine = Engine(model, [0], 2, 200)
-        results = together(*(engine.generate(prompt, randoms_of(n), 1.0) for n, prompt in enumerate(prompts)))
-        assert all(0 < len(ids) <= 24 and max(ids) < 50 for [ids] in results)
-        if kind == torch.float32:
-            assert results == [plain(model, prompt, randoms_of(n), stops=[0]) for n, prompt in enumerate(prompts)]
+def test_bfloat16(tiny):
+    """It rounds differently in another batch, but stays in range."""
+    model = copy.deepcopy(tiny[0]).bfloat16()
+    engine = Engine(model, [], 2, 400)
+    for [ids] in together(*(engine.generate(prompt, randoms_of(0), 1.0) for prompt in prompts_of(3, 40))):
+        assert len(ids) == 24 and max(ids) < 781
 
 
 def test_sampling_follows_the_softmax(tiny):
@@ -242,9 +219,9 @@ def test_sampling_follows_the_softmax(tiny):
                     "<|assistant|>")
     with torch.no_grad():
         probabilities = torch.softmax(model(torch.tensor([prompt])).logits[0, -1].float(), -1)
-    grid = torch.linspace(0, 1, 4001)[:-1, None] + 0.5 / 4000                # evenly spaced points: no sampling noise
+    grid = torch.linspace(0, 1, 1001)[:-1, None] + 0.5 / 1000                # evenly spaced points: no sampling noise
     first = torch.tensor([ids[0] for ids in generate(model, [prompt], grid, 1.0, [])])
-    shares = torch.bincount(first, minlength=len(probabilities)) / 4000
-    torch.testing.assert_close(shares, probabilities, atol=1e-3, rtol=0)
+    shares = torch.bincount(first, minlength=len(probabilities)) / 1000
+    torch.testing.assert_close(shares, probabilities, atol=2e-3, rtol=0)
     likeliest = generate(model, [prompt], grid[:1], 0.0, [])
     assert likeliest == [[probabilities.argmax().item()]]

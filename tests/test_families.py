@@ -75,10 +75,24 @@ def expected_logps(model, tokenizer):
     return torch.stack(logps)
 
 
+def assert_likeliest_tokens(model, ids):
+    """They are those of transformers' generate."""
+    prompts = [ids, ids[:7]]
+    outputs = generate(model, prompts, torch.full((2, 6), .5), 0, [780, 17])
+    for prompt, ids in zip(prompts, outputs):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=[780, 17])
+        assert ids == expected[0, len(prompt):].tolist()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_are_the_models_own(tokenizer, family):
+def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
     """In rows, padded, and in a tree; and so are the gradients."""
     model = model_of(family)
+    if family in LIMITED:
+        with pytest.raises(InputError, match=f"a {family} model, .* cannot be sampled from here; run it as a server"):
+            generate(model, [[1, 2]], torch.zeros(1, 2), 0, [])
+    else:
+        assert_likeliest_tokens(model, common.encode(tokenizer, PROMPT))
     expected = expected_logps(model, tokenizer)
     expected.pow(2).sum().backward()
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]        # not all biases
@@ -95,23 +109,11 @@ def test_log_probabilities_are_the_models_own(tokenizer, family):
 
 
 def test_all_families_whose_windows_are_known_are_here():
+    """Another one, Llama 4's, takes no masks."""
+    from transformers import AutoConfig, AutoModelForCausalLM
     assert sorted(models.WINDOWED) == sorted(family.removesuffix(", window") for family in WINDOWED)
-
-
-@pytest.mark.parametrize("family", [*FULL, *WINDOWED])
-def test_the_likeliest_tokens_are_those_of_generate(tokenizer, family):
-    model = model_of(family)
-    prompts = [common.encode(tokenizer, PROMPT), common.encode(tokenizer, PROMPT)[:7]]
-    outputs = generate(model, prompts, torch.full((2, 6), .5), 0, [780, 17])
-    for prompt, ids in zip(prompts, outputs):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=[780, 17])
-        assert ids == expected[0, len(prompt):].tolist()
-
-
-@pytest.mark.parametrize("family", LIMITED)
-def test_no_samples_of_what_the_cache_cannot_keep(family):
-    with pytest.raises(InputError, match=f"a {family} model, .* cannot be sampled from here; run it as a server"):
-        generate(model_of(family), [[1, 2]], torch.zeros(1, 2), 0, [])
+    config = AutoConfig.for_model("llama4_text", **SIZES, attention_chunk_size=8, layer_types=["chunked_attention"] * 2)
+    assert not models.takes_masks(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_family_whose_logits_are_not_known_is_refused(tokenizer, tmp_path):

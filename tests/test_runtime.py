@@ -1,13 +1,12 @@
 """lib/runtime.py: JSONL files by line, blocks that a killed run goes on with, one run at a time, fingerprints."""
 import gzip
-import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import begin, Partial, read, ROOT, wait, write
+from conftest import Partial, read, ROOT, write
 from lib import runtime
 from lib.data import read_trajectories
 from lib.models import weights_fingerprint
@@ -15,14 +14,12 @@ from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime
 
 
 @pytest.mark.parametrize("content, message", [
-    ("", "no rows in it"), ('{"a": 1}\n{"a"', "2: not JSON"), ('{"b": 1}\n', '1: missing "a"'), ("[1]\n", "1: a list"),
-    ('{"a": "x"}\n', '1: "a" is a str, not a int'), (b"\xff{}", "1: not JSON")])
+    (b"", "no rows in it"), (b'{"a": 1}\n{"a"', "2: not JSON"), (b'{"b": 1}\n', '1: missing "a"'),
+    (b"[1]\n", "1: a list"), (b'{"a": "x"}\n', '1: "a" is a str, not a int'), (b"\xff{}", "1: not JSON")])
 def test_broken_jsonl_is_named_by_line(tmp_path, content, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(InputError, match="rows.jsonl") as error:
-        read_jsonl(path, {"a": int})
-    assert message in str(error.value)
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=f"rows.jsonl:.*{message}"):
+        read_jsonl(tmp_path / "rows.jsonl", {"a": int})
 
 
 def test_a_mark_at_the_begin_of_a_file_is_no_part_of_it(tmp_path):
@@ -33,18 +30,17 @@ def test_a_mark_at_the_begin_of_a_file_is_no_part_of_it(tmp_path):
     assert runtime.read_text(tmp_path / "text") == "You help."
 
 
+def with_nulls(dicts):
+    """Dicts in which null stands for what the others have, as Dataset.to_json of datasets writes them."""
+    keys = {key: None for values in dicts for key in values}
+    return [{**keys, **values} for values in dicts]
+
+
 def test_trajectories_that_went_through_datasets_and_gzip_are_the_same(data, tmp_path):
-    """Dataset.to_json writes null for what other rows have; a turn of the person has no "output_ids"."""
-    from datasets import Dataset
     rows = read_trajectories(data / "demos.jsonl")
     rows[0] |= {"system_prompt": "You help.", "branch": {"sample": 0, "turn": 0, "candidate": 1}}
     rows[0]["dialogue_history"][1] |= {"output": "?", "output_ids": [1]}
-    tasks = [json.dumps(row.pop("task")) for row in rows]           # whose tests have names of their own
-    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
-    packed = read(tmp_path / "rows.jsonl")
-    for row, task in zip([*rows, *packed], [*tasks, *tasks], strict=True):
-        row["task"] = json.loads(task)
-    assert all(None in row["dialogue_history"][0].values() for row in packed)
+    packed = [{**row, "dialogue_history": with_nulls(row["dialogue_history"])} for row in with_nulls(rows)]
     lines = write(tmp_path / "rows.jsonl", packed).read_bytes()
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(lines))
@@ -86,18 +82,8 @@ def test_map_blocks_resumes_to_the_same_file(tmp_path):
 
 # --- one run at a time
 
-def test_of_two_starts_of_one_command_one_runs(data, tmp_path):
-    """At the same moment, in two processes."""
-    command = ["--tasks", data / "tasks.jsonl", "--agent", "script", "--samples", 4, "--out", tmp_path / "out"]
-    pids = [begin("02_rollout.py", *command, folder=tmp_path, rank=rank) for rank in range(2)]
-    statuses = [wait(pid) for pid in pids]
-    errors = [(tmp_path / f"{rank}.err").read_text() for rank in range(2)]
-    assert sorted(statuses) == [0, 2], errors
-    [line] = [line for line in errors[statuses.index(2)].splitlines() if line.startswith("error: ")]
-    assert line.endswith("args.json: the same command is running already")
-
-
-def test_an_output_is_locked_after_its_costs_are_noted(tmp_path):
+def test_a_command_that_runs_is_not_started_twice(tmp_path):
+    """Its output is locked, also after its costs are noted."""
     start(0)
     out = tmp_path / "rows.jsonl"
     for _ in range(2):                                              # this process may begin it again
@@ -112,6 +98,7 @@ def test_an_output_is_locked_after_its_costs_are_noted(tmp_path):
 
 @pytest.mark.parametrize("error", [None, RuntimeError("I/O error: No space left on device (os error 28)")])
 def test_a_full_disk_is_one_line_that_names_the_output(tmp_path, monkeypatch, capsys, error):
+    """Another error stays what it is, also where the output's folder is gone."""
     monkeypatch.setattr(runtime, "LOCKS", {})
 
     def main():
@@ -124,6 +111,8 @@ def test_a_full_disk_is_one_line_that_names_the_output(tmp_path, monkeypatch, ca
         runtime.run_stage(main)
     line = f"error: {tmp_path / 'out' / 'args.json'}: No space left on device\n"
     assert end.value.code == 2 and capsys.readouterr().err == line
+    shutil.rmtree(tmp_path / "out")
+    assert not runtime.is_of_full_disk(ValueError("another"))
 
 
 # --- fingerprints

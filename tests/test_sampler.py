@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import functools
+import gc
 import os
 import signal
 import time
@@ -69,33 +70,27 @@ def test_replies_of_a_local_model(local):
         asyncio.run(local.sample("A price " * 10, 1, 1.0, 990, (0, "a", "b")))
 
 
-def test_two_servers_share_the_requests_and_give_what_is_sampled_here(local, clean, serve):
-    """At temperature 0. Each request has the ids of its prompt, every parameter and a seed of its own."""
-    another = serve("--model", BASE)
-    before = len(log_of(clean))
-    sampler = served(f"{another['url']},{clean['url']}#model")
-    assert samples(sampler) == samples(local)
-    logs = [log_of(another), log_of(clean)[before:]]
-    assert list(map(len, logs)) == [6, 6]
-    requests = logs[0] + logs[1]
-    assert sorted(request["prompt"] for request in requests) == sorted(
-        encode(local.tokenizer, prompt) for prompt in PROMPTS for _ in range(3))
-    wanted = {"temperature": 0.0, "max_tokens": 20, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "return_token_ids": True}
-    assert all(wanted.items() <= request.items() for request in requests)
-    assert {request["seed"] for request in requests} >= {server_seed(0, "candidates", 0, 0),
-                                                         server_seed(0, "candidates", 0, 0, 2)}
-    assert len({request["seed"] for request in requests}) == len(requests)
-    assert sampler.generated_tokens == sum(len(reply.ids) for own in samples(local) for reply in own)
-
-
-def test_a_misbehaving_server_changes_no_reply(local, serve, monkeypatch):
-    """Errors, rate limits, half and cut replies, ids without an end, one that never comes."""
-    monkeypatch.setattr(lib.servers, "TIMEOUT_S", 3)
+def test_a_misbehaving_server_changes_no_reply(local, serve, monkeypatch, capsys):
+    """Rate limits, busy, empty, aborted, broken and cut replies, ids without an end, a reply that never comes. At
+    temperature 0 replies are those that are sampled here. Each request has its prompt's ids, and its key's seed."""
+    monkeypatch.setattr(lib.servers, "TIMEOUT_S", 1)
     monkeypatch.setattr(lib.servers, "RETRIES", 9)
-    server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--broken", 10, "--cut", 7, "--no-end", 4,
-                   "--hang-at", 6, "--strict")
-    assert samples(served(f"{server['url']}#model")) == samples(local)
-    assert len(log_of(server)) > 14
+    monkeypatch.setattr(lib.servers, "TRIES", 12)
+    server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--empty", 9, "--abort", 15, "--broken", 10,
+                   "--cut", 7, "--no-end", 5, "--hang-at", 6, "--strict")
+    sampler = served(f"{server['url']}#model")
+    replies = samples(sampler)
+    assert replies == samples(local)
+    assert sampler.generated_tokens == sum(len(reply.ids) for own in replies for reply in own)
+    requests = log_of(server)
+    assert {429, 503, 400, 200} == {request["status"] for request in requests}
+    assert {tuple(request["prompt"]) for request in requests} == {
+        tuple(encode(local.tokenizer, prompt)) for prompt in PROMPTS}
+    assert all(request["return_token_ids"] and request["temperature"] == 0 for request in requests)
+    seeds = {server_seed(0, "candidates", number, 0, *more) for number in range(4) for more in ((), (1,), (2,))}
+    assert {request["seed"] for request in requests} >= seeds
+    printed = capsys.readouterr().out
+    assert printed.count("asked without top_k, min_p, repetition_penalty (Error code: 400 - ") == 1
 
 
 def test_what_ids_must_be():
@@ -163,6 +158,41 @@ def test_failed_rows_are_left_out_and_made_by_the_next_run(tmp_path):
     assert len(write_rows(tmp_path / "out", range(8), make_row)) == 8 and made[8:] == [3, 5]
 
 
+def test_at_most_twice_as_many_wait_to_be_scored_as_are_in_flight(tmp_path):
+    waiting, most = 0, 0
+
+    async def make_row(item):
+        nonlocal waiting, most
+        await asyncio.sleep(0)
+        waiting += 1
+        most = max(most, waiting)
+
+        async def score():
+            nonlocal waiting
+            await asyncio.sleep(0.03 if item % 6 else 0.002)
+            waiting -= 1
+            return {"item": item}
+        return score
+    assert len(write_rows(tmp_path / "out", range(60), make_row, 4)) == 60 and waiting == 0 and 4 <= most <= 8
+
+
+def test_an_error_of_the_scorer_ends_the_run_at_once(tmp_path, caplog):
+    started = []
+
+    async def score():
+        raise ValueError("no sandbox")
+
+    async def make_row(item):
+        started.append(item)
+        await asyncio.sleep(0.001)
+        return score
+    with pytest.raises(ValueError, match="no sandbox"):
+        write_rows(tmp_path / "out", range(1000), make_row, 2)
+    assert len(started) < 20
+    gc.collect()
+    assert not caplog.records                                       # the error is raised once, and not also printed
+
+
 def test_after_many_failures_in_a_row_no_further_row_is_begun(tmp_path):
     begun = []
 
@@ -224,11 +254,7 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(few, gree
     assert "made with --sampler" in run("04_train_policy.py", *arguments, f"{clean['url']}#other").stderr
 
 
-def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve, monkeypatch):
-    monkeypatch.setattr(lib.servers, "TRIES", 1)
-    server = serve("--model", BASE, "--no-end", 1)
-    line = refused(4, *policy_flags(few, tmp_path / "a", "--sampler", f"{server['url']}#model"))
-    assert f"{server['url']}#model: token ids without the end of the turn" in line and "candidates.jsonl: " in line
+def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean):
     line = refused(4, *policy_flags(few, tmp_path / "b", "--sampler", f"{clean['url']}#nobody"))
     assert "status 404" in line and "no model of this name there, or nothing that continues a prompt" in line
     with pytest.raises(SystemExit):
@@ -238,7 +264,7 @@ def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve, m
 # ---------------------------------------------------------------------------------------------------------------------
 # 02 --best-of
 
-def test_best_of_n_of_a_server_keeps_the_ids_that_a_critic_reads(workspace, critic, tmp_path, serve, monkeypatch):
+def test_ids_of_a_server_are_kept_and_read_by_a_critic(workspace, critic, tmp_path, serve, monkeypatch):
     """In passes of --max-tokens."""
     limits, score = [], common.score_actions
     monkeypatch.setattr(common, "score_actions", lambda *arguments: (limits.append(arguments[3]), score(*arguments))[1])
@@ -250,8 +276,11 @@ def test_best_of_n_of_a_server_keeps_the_ids_that_a_critic_reads(workspace, crit
     rows, counts = read(tmp_path / "out"), collections.Counter()
     assert len(rows) == 3 and len(log_of(server)) >= 3 * sum(row["num_rounds"] for row in rows)
     assert {(row["best_of"], row["critic"]) for row in rows} == {(3, str(critic))}
+    tokenizer = load_tokenizer(str(BASE))
     for row in rows:
-        assert common.agent_turns(load_tokenizer(str(BASE)), row, counts)
+        turns = [turn for turn in row["dialogue_history"] if turn["role"] == "assistant"]
+        assert common.agent_turns(tokenizer, row, counts) == [(turn["input"], turn["output_ids"]) for turn in turns]
+        assert all(tokenizer.decode(turn["output_ids"], skip_special_tokens=True) == turn["output"] for turn in turns)
     assert list(counts) == ["as sampled"] and set(limits) == {1234}
 
 
