@@ -62,10 +62,7 @@ def family_facts(name):
 
 def integer(rng, values, low, high):
     """An integer, sometimes at or beside a value of the task."""
-    near = []
-    for value in values:
-        if low <= value <= high:
-            near += [value - 1, value, value + 1]
+    near = [value + step for value in values if low <= value <= high for step in (-1, 0, 1)]
     if near and rng.random() < 0.5:
         return str(rng.choice(near))
     return str(rng.randint(low, high))

@@ -8,6 +8,7 @@ import __future__
 
 import ast
 import builtins
+import contextlib
 import functools
 import json
 import re
@@ -59,10 +60,8 @@ def strings_of(text):
     """The strings in a text, of JSON or between three quotes: one may be code."""
     strings = []
     for match in STRING.finditer(text):
-        try:
+        with contextlib.suppress(ValueError):
             strings.append(match["content"] if match["quotes"] else json.loads(match[0], strict=False))
-        except ValueError:
-            pass
     return strings
 
 
@@ -163,10 +162,8 @@ class Reader:
 
     def read_fence(self, mark, info):
         info = info.strip()
-        if self.fence and not info and mark.startswith(self.fence):
-            self.fence = None
-        else:
-            self.fence = mark
+        closes_fence = self.fence and not info and mark.startswith(self.fence)
+        self.fence = None if closes_fence else mark
         self.leave(LANGUAGE.sub("", info, count=1))
 
     def read_prose(self, line):
@@ -276,10 +273,8 @@ def parse(source, mode="exec"):
     """The syntax tree of a source. Where garbage is collected in the middle of it and another thread parses meanwhile,
     Python 3.11 says SystemError of good code (its count of depths belongs to all threads); so it is tried again."""
     for _ in range(9):
-        try:
+        with contextlib.suppress(SystemError):
             return ast.parse(source, "<answer>", mode)
-        except SystemError:
-            pass
     return ast.parse(source, "<answer>", mode)
 
 

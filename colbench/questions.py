@@ -7,6 +7,7 @@
 docs/scorer.md has the rules of tests that are comparisons."""
 import ast
 import builtins
+import contextlib
 import operator
 from collections import namedtuple
 
@@ -25,6 +26,7 @@ class Test:
     """A test, as it is put to code, and what the reference says to it.
 
     call: its expression
+    of_reference, of_answers: the expressions that are put to the reference, and to answers
     operator: the name of a comparison of two sides in ast, else None
     nodes: the syntax trees of the two sides, or of the call; none where the call cannot be read
     sides: the expressions of the two sides, or the call
@@ -34,31 +36,25 @@ class Test:
     fixed: the sides that must have the reference's value"""
 
     def __init__(self, call):
-        self.call, self.operator, self.nodes = call.strip(), None, ()
+        self.call = call.strip()
+        self.operator, self.nodes = None, ()
         self.sides, self.asked, self.fixed, self.on_reference = (self.call,), (0,), (), ()
-        try:
+        self.of_reference = self.of_answers = self.call
+        with contextlib.suppress(*NO_PYTHON):                       # its result says so
             tree = parse(self.call, "eval").body
+            nodes = (tree,)
             if isinstance(tree, ast.Compare) and len(tree.ops) == 1:
                 nodes = tree.left, tree.comparators[0]
                 self.sides = tuple(map(ast.unparse, nodes))
                 self.asked = tuple(index for index, node in enumerate(nodes) if not is_literal(node))
-                self.operator, self.nodes = type(tree.ops[0]).__name__, nodes
-            else:
-                self.nodes = (tree,)
-        except NO_PYTHON:
-            pass                                                    # its result says so
+                self.operator = type(tree.ops[0]).__name__
+                self.of_reference = tuple_of(self.sides)
+                self.of_answers = tuple_of([self.sides[index] for index in self.asked])
+            self.nodes = nodes
 
     @property
     def is_gradeable(self):
         return self.value[0] == "ok"
-
-    @property
-    def of_reference(self):
-        return tuple_of(self.sides) if self.operator else self.call
-
-    @property
-    def of_answers(self):
-        return tuple_of([self.sides[i] for i in self.asked]) if self.operator else self.call
 
     def learn_reference(self, result, names):
         """Take what the reference gives: ["ok", value] or ["error", reason]."""
@@ -88,18 +84,18 @@ class Test:
 
     def asks_for_none(self):
         """Does the reference give None to all that is asked? Then an empty function gives the same."""
-        values = [self.on_reference[i] for i in self.asked] if self.operator else [self.value[1]]
+        values = [self.value[1]]
+        if self.operator:
+            values = [self.on_reference[i] for i in self.asked]
         return values.count(None) == len(values)
-
-    def states_the_values(self):
-        """Is it an equality that holds on the reference? Then it says what value its sides have."""
-        return self.operator in ("Eq", "Is") and equal_values(*self.on_reference)
 
     def learn_nothing(self, of_nobody):
         """Take what an empty answer gives, {expression: result}: a test that it passes asks the answer nothing, and the
-        sides of a comparison that have the reference's value without an answer must have it on any."""
+        sides of a comparison that have the reference's value without an answer must have it on any. So must those of an
+        equality that holds on the reference: it says what value they have."""
         if self.operator:
-            self.fixed = [i for i in self.asked if self.states_the_values() or
+            states_values = self.operator in ("Eq", "Is") and equal_values(*self.on_reference)
+            self.fixed = [i for i in self.asked if states_values or
                           of_nobody.get(self.sides[i]) == ["ok", self.on_reference[i]]]
         if self.of_answers in of_nobody and self.result(of_nobody[self.of_answers]) == self.value:
             self.value = ["error", ASKS_NOTHING]

@@ -93,16 +93,14 @@ class Sandbox:
 
     def __exit__(self, *exception):
         self.control.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(10)
-        except subprocess.TimeoutExpired:
-            self.child.kill()
-            self.child.wait()
-        if self.folder:
-            if empty(self.folder, END_LIMIT_S):
-                os.rmdir(self.folder)
-            else:
-                print(f"scorer: files of answers cannot be removed: {self.folder}", file=sys.stderr)
+        self.child.kill()                           # nothing, where it has ended
+        self.child.wait()
+        if self.folder and empty(self.folder, END_LIMIT_S):
+            os.rmdir(self.folder)
+        elif self.folder:
+            print(f"scorer: files of answers cannot be removed: {self.folder}", file=sys.stderr)
 
     def greet(self):
         """Wait until the child serves, and see with harmless attacks that the walls stand; LayerError if not."""
@@ -235,27 +233,21 @@ class Lines:
             if not self.read():
                 self.wait(left_s)
         line, _, self.buffer = self.buffer.partition(b"\n")
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             message = json.loads(line.decode())
-            is_valid = valid(message)
-        except (ValueError, RecursionError):
-            is_valid = False
-        if not is_valid:
-            raise Stop("a broken result")
-        return message
+            if valid(message):
+                return message
+        raise Stop("a broken result")
 
     def read(self):
         """Read what has been written, if anything; Stop where nothing more can come."""
-        try:
+        more = None
+        with contextlib.suppress(BlockingIOError):
             more = os.read(self.descriptor, 1 << 16)
-        except BlockingIOError:
-            if self.has_ended:
-                raise Stop("process ended") from None
-            return False
-        if not more:
+        if not more and (self.has_ended or more is not None):
             raise Stop("process ended")
-        self.buffer += more
-        return True
+        self.buffer += more or b""
+        return more is not None
 
     def wait(self, left_s):
         """Wait until the process has ended, or it is time to look, or more of a line has come whose beginning is here.

@@ -127,8 +127,6 @@ def execute(pieces, module):
     for statements in pieces:
         end = max([number for number, statement in enumerate(statements, 1) if defines(statement)], default=0)
         faults += execute_each(statements[:end], namespace)
-        if end == len(statements):
-            continue
         before = dict(namespace)
         faults += execute_each(statements[end:], namespace)
         for name, value in list(namespace.items()):
@@ -318,7 +316,8 @@ def readable_paths(site_packages):
     paths = {os.path.join(prefix, lib) for prefix in prefixes for lib in ("lib", "lib64")} | set(site_packages)
     paths |= {"/nix/store", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom",
               "/dev/random"}
-    return sorted(path for path in paths if os.path.exists(path))
+    paths = sorted(filter(os.path.exists, paths))
+    return [path for path in paths if not any(path.startswith(parent + "/") for parent in paths)]
 
 
 def own_namespaces():
@@ -353,10 +352,7 @@ def enter_namespaces(paths, work):
     os.mkdir("/tmp/old")
     check(libc.syscall(155 if os.uname().machine == "x86_64" else 41, b"/tmp", b"/tmp/old"), "pivot_root")
     os.chdir("/")
-    done = []
     for path in paths:
-        if any(path.startswith(parent + "/") for parent in done):
-            continue
         source = "/old" + sources[path]
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.mkdir(path) if os.path.isdir(source) else os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
@@ -365,7 +361,6 @@ def enter_namespaces(paths, work):
         if libc.syscall(442, -100, path.encode(), 0x8000, read_only, len(read_only)) < 0:       # mount_setattr
             kept = os.statvfs(path).f_flag & 0xC0F              # before Linux 5.12
             mount(None, path, None, 0x1023 | kept)
-        done.append(path)
     check(libc.umount2(b"/old", 2), "umount")
     os.rmdir("/old")
     os.mkdir(work)
@@ -411,7 +406,7 @@ def fork():
 def free_user():
     """The number of a user that has no processes, so that the system counts an answer's threads alone; None where the
     caller may not take it (as root may)."""
-    try:
+    with contextlib.suppress(OSError):
         with open("/proc/self/uid_map") as file:
             lines = [list(map(int, line.split())) for line in file]
         end = min(1 << 31, max(first + size for first, _, size in lines))
@@ -420,26 +415,31 @@ def free_user():
             os.setresuid(user, -1, -1)
             os.setresuid(0, -1, -1)
             return user
-    except OSError:
-        pass
     return None
 
 
 class Walls:
-    """What is the same for all requests.
+    """What is the same for all requests. It builds the walls of a layer; OSError or AttributeError (not Linux) where
+    the system does not allow it.
 
     layer: its name
-    rules: a descriptor of Landlock rules, in that layer
     program: the filter of system calls, and the memory it is in
     user: the real user that answers run as, see free_user
+    rules: a descriptor of Landlock rules, in that layer
     null: a descriptor of /dev/null
-    owns_processes: whether the server is the first process of a namespace of its own
     steps: see confinement"""
-    rules = program = user = null = None
-    owns_processes, steps = False, ()
 
-    def __init__(self, layer):
+    def __init__(self, layer, paths, work):
         self.layer = layer
+        if layer == "rlimits":
+            return
+        libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+        self.program = system_call_filter()
+        self.user = free_user()
+        if layer == "landlock":
+            self.rules = landlock_rules(paths, work)
+        else:
+            enter_namespaces(paths, work)
 
 
 def confinement(walls):
@@ -449,8 +449,7 @@ def confinement(walls):
     if walls.layer == "rlimits":
         return steps
     steps.append((libc.prctl, (1, signal.SIGKILL.value, 0, 0, 0)))          # PR_SET_PDEATHSIG: end with the server
-    if counts_threads(walls):
-        steps += thread_limit(walls.user)
+    steps += thread_limit(walls)
     if walls.layer == "namespaces" and walls.user is not None:
         steps.append((os.setgroups, ([],)))
         steps.append((os.setresgid, (65534, 65534, 65534)))
@@ -464,18 +463,15 @@ def confinement(walls):
     return steps
 
 
-def counts_threads(walls):
-    """Does the system count an answer's threads apart from other processes? It counts by the real user, and each user
-    namespace apart (Linux 5.14)."""
-    release = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
-    return walls.user is not None or walls.layer == "namespaces" and release >= (5, 14)
-
-
-def thread_limit(user):
-    """The calls that let the system refuse more than THREAD_LIMIT threads. Root's are never limited: the real user
+def thread_limit(walls):
+    """The calls that let the system refuse more than THREAD_LIMIT threads; none where it would count other processes,
+    too. It counts by the real user, and each user namespace apart (Linux 5.14). Root's are never limited: the real user
     becomes a number of its own."""
-    limit = THREAD_LIMIT + (3 if user is None else 1)           # and the server, and the process that waits for it
-    steps = [] if user is None else [(os.setresuid, (user, -1, -1))]
+    release = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
+    if walls.user is None and (walls.layer == "landlock" or release < (5, 14)):
+        return []
+    limit = THREAD_LIMIT + (3 if walls.user is None else 1)     # and the server, and the process that waits for it
+    steps = [] if walls.user is None else [(os.setresuid, (walls.user, -1, -1))]
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     return [*steps, (resource.setrlimit, (resource.RLIMIT_NPROC, (limit, limit)))]
@@ -518,7 +514,7 @@ def serve_one(walls, length, seconds, requests, results):
 
 def end_all(walls, child):
     """Kill what a request left running; [the signal that ended its process or 0, its seconds of processor time]."""
-    if walls.owns_processes and os.getpid() == 1:
+    if walls.layer == "namespaces" and os.getpid() == 1:
         kill(-1)                                                # all others of its own namespace of processes
     else:
         kill(-child)
@@ -562,27 +558,12 @@ def wait_for_end(walls, child, bell):
             return
 
 
-def build(walls, paths, work):
-    """Build the walls of a layer; OSError or AttributeError (not Linux) where the system does not allow it."""
-    if walls.layer == "rlimits":
-        return
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
-    walls.program = system_call_filter()
-    walls.user = free_user()
-    if walls.layer == "landlock":
-        walls.rules = landlock_rules(paths, work)
-    else:
-        enter_namespaces(paths, work)
-        walls.owns_processes = True
-
-
 def main():
     layer, work, *site_packages = sys.argv[1:]
     sys.argv, sys.orig_argv = ["answer.py"], ["python", "answer.py"]            # what an answer sees
-    control, walls = socket.socket(fileno=0), Walls(layer)
-    paths = readable_paths(site_packages)
+    control, paths = socket.socket(fileno=0), readable_paths(site_packages)
     try:
-        build(walls, paths, work)
+        walls = Walls(layer, paths, work)
     except (OSError, AttributeError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(1)

@@ -111,17 +111,14 @@ class Scorer:
 
         return list(self.pool.map(work_on, rows))
 
-    def run(self, child, code, calls, imports=None):
-        return child.run(code, calls, self.time_limit_s, imports=imports)
-
     def reference(self, children, key):
         """The Reference of a task, which runs twice; what does not certainly ask an answer something is also put to an
         empty answer."""
         child, (code, *calls) = children[0], key
         tests = list(map(Test, calls))
         texts = [test.of_reference for test in tests]
-        first, sent = self.run(child, code, texts)
-        second, _ = self.run(child, code, texts)
+        first, sent = child.run(code, texts, self.time_limit_s)
+        second, _ = child.run(code, texts, self.time_limit_s)
         names = names_of(sent or [])
         imports = [item for item in sent or [] if item[0] in names.lent]
         imports += [[name, None, None] for name in names.to_define]
@@ -129,7 +126,7 @@ class Scorer:
             test.learn_reference(result if result == result_again else ["error", NOT_TWICE], names)
         gradeable = [test for test in tests if test.is_gradeable]
         doubtful = [expression for test in gradeable for expression in test.doubtful(names)]
-        results, _ = self.run(child, "", doubtful, imports)
+        results, _ = child.run("", doubtful, self.time_limit_s, imports)
         for test in gradeable:
             test.learn_nothing(dict(zip(doubtful, results)))
         gradeable = [test for test in tests if test.is_gradeable]
@@ -140,7 +137,7 @@ class Scorer:
 
     def score_one(self, children, key, answer):
         imports, tests = self.references[key]
-        results, _ = self.run(children[1], answer, [test.of_answers for test in tests], imports)
+        results, _ = children[1].run(answer, [test.of_answers for test in tests], self.time_limit_s, imports)
         results = [test.result(result) for test, result in zip(tests, results)]
         score = score_of(results, [test.value for test in tests])
         for test, result, fault in zip(tests, results, score.faults):
@@ -247,7 +244,5 @@ def check_tasks(tasks, scorer, other_hashes):
 
 def kind_of_fault(reason):
     """The finding of a test that cannot be graded for a reason."""
-    for part, kind in KINDS_OF_FAULTS.items():
-        if part in reason:
-            return kind
-    return "reference fails"
+    kinds = [kind for part, kind in KINDS_OF_FAULTS.items() if part in reason]
+    return kinds[0] if kinds else "reference fails"

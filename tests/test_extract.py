@@ -42,12 +42,12 @@ def results(answer, calls=CALLS):
 # ---- where the code is in a message
 
 T = "def total(values):\n    return sum(values)"
-RIGHT = {"f": (F, CALLS, WANTED), "total": (T, ["total([1, 2])", "total([3, 4])"], [3, 7])}
-MESSAGES = {"f": {}, "total": {}, "any": {}}
+FUNCTIONS = {"f": (F, CALLS, WANTED), "total": (T, ["total([1, 2])", "total([3, 4])"], [3, 7])}
+MESSAGES = {}
 for block in (ROOT / "tests" / "messages.txt").read_text().split("\n=== ")[1:]:
     title, _, text = block.partition("\n")
-    kind, _, name = title.partition(": ")
-    MESSAGES[kind][name] = text.strip("\n")
+    kind, _, name = title.rpartition(": ")
+    MESSAGES.setdefault(kind, {})[name] = text.strip("\n")
 LINE_ENDS = {"CRLF": "\r\n", "old Mac": "\r"}                       # of messages with this in their names
 
 
@@ -62,10 +62,13 @@ def message_of(kind, name, code, function):
     return text
 
 
-@pytest.mark.parametrize("kind, name", [(kind, name) for kind in RIGHT for name in MESSAGES[kind]])
+@pytest.mark.parametrize("kind, name", [
+    (kind, name) for kind in MESSAGES if kind != "any" for name in MESSAGES[kind]])
 def test_code_is_found_where_models_put_it(kind, name):
-    code, calls, values = RIGHT[kind]
-    assert results(message_of(kind, name, code, kind), calls) == values
+    function, _, other_value = kind.partition(" is ")
+    code, calls, values = FUNCTIONS[function]
+    values_found = results(message_of(kind, name, code, function), calls)
+    assert str(values_found[0]) == other_value if other_value else values_found == values
 
 
 @pytest.mark.parametrize("answer", ["I do not know.", "Use `f(n)`.", "```python\ndef f(n):\n    return n *\n```",
@@ -76,31 +79,6 @@ def test_no_code(answer):
     assert all("Error" in result for result in map(str, results(answer)))
 
 
-FENCED_T = f"```python\n{T}\n```"
-WRONG_T = f"{T} + 1"
-FENCED_WRONG_T = f"```python\n{WRONG_T}\n```"
-
-
-@pytest.mark.parametrize("answer, value", [
-    # a function that is imported
-    ("```python\ndef helper(): pass\n```\nand\n```python\nfrom math import fsum as total\n```", 3),
-    ("```bash\npip install x\n```\n```python\nfrom math import fsum as total\n```", 3),
-    ("It is\n```\nfrom math import fsum as total\n```", 3),
-    # what is thought is not said
-    (f"<think>\n{FENCED_T}\n</think>\nI do not know.", "NameError: name 'total' is not defined"),
-    # the last version counts, also if it is only something callable
-    (f"{FENCED_T}\nNo, this:\n{FENCED_WRONG_T}", 4), (f"{FENCED_T}\nNo, this:\n{WRONG_T}\nDone!", 4),
-    (f"```python\n{T}\n\ntotal = max\n```", 2),
-    # strings count where nothing else does
-    (f"```python\n{WRONG_T}\n```\n" + json.dumps({"code": T}), 4),
-    # what the answer's own code does to a builtin is not undone, nor is something callable: Python would not, either
-    ("```python\nlen = 3\n\ndef total(values):\n    return len\n```", 3),
-    ("```python\nsum = 6\n\n" + T + "\n```", "TypeError: 'int' object is not callable"),
-    (f"```python\n{T}\n```\n```python\nimport functools\nsum = functools.partial(max)\n```", 2)])
-def test_what_counts_where_there_is_more_than_one(answer, value):
-    assert results(answer, ["total([1, 2])"]) == [value]
-
-
 # ---- code that nobody here wrote, and references of tasks, in the ways that models write
 
 SAMPLE = 100
@@ -108,7 +86,7 @@ SAMPLE = 100
 @functools.cache
 def sample_of_functions():
     """[(source, name), …] of the references of all families, and of 100 top-level functions of Python's standard
-    library with their decorators, at most three of a file."""
+    library with their decorators, at most six of a file."""
     rng, functions = random.Random(0), {}
     files = [path for path in sorted(pathlib.Path(sysconfig.get_path("stdlib")).rglob("*.py"))
              if "site-packages" not in path.parts]
@@ -120,7 +98,7 @@ def sample_of_functions():
         for node in functions_of(source):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             in_file.append(("\n".join(source.split("\n")[first - 1:node.end_lineno]), node.name))
-        functions.update(dict.fromkeys(rng.sample(in_file, min(3, len(in_file)))))
+        functions.update(dict.fromkeys(rng.sample(in_file, min(6, len(in_file)))))
     for task in make_tasks(backend, 14, 5, "train", "some"):
         functions[task["ground_truth"], task["test_cases"]["test1"].partition("(")[0]] = None
     return list(functions)

@@ -33,29 +33,32 @@ import pytest
 from colbench import ColBenchError, sandbox, sandbox_worker
 from colbench.questions import holds
 from colbench.sandbox import ANSWER_TIME_LIMIT, is_result, is_word, LayerError, Lines, Sandbox, Stop
-from colbench.sandbox_worker import CONDITIONAL, empty, end_all, MACHINES, RESULT_LIMIT, THREAD_LIMIT, Walls
+from colbench.sandbox_worker import CONDITIONAL, empty, end_all, MACHINES, RESULT_LIMIT, THREAD_LIMIT
 from colbench.scorer import fault_of, Scorer
 from colbench.values import encode, equal_values, is_encoded, readable
 
 SECRET = "the-secret-" + "of-the-parent"                           # in the parent's memory, environment and a file
-LIMIT_S = 0.1                                                       # of processor time; 1 s of the clock
 LAYERS = "namespaces", "landlock"
+REFUSED_AT_ONCE = "reads", "writes", "opens", "network", "processes"      # groups of attacks that stand in one answer
 LANDLOCK_VERSION = 'version = check(libc.syscall(444, None, 0, 1), "Landlock")'
 HARMLESS = object()                                                 # the attack's own test may give anything but loot
 MADE = object()                                                     # and with Landlock, which lets it, "harmless"
 
 
 def read_attacks():
-    """[(group, body, what its own test must give), …] of attacks.txt."""
+    """Of attacks.txt: two forms of answers; [(group, body, what its own test must give), …]; [(trace, damage), …]."""
+    _, *forms = pathlib.Path(__file__).with_name("attacks.txt").read_text().split("\n=== ")
+    hostile, damaging, *sections = [form.strip().partition("\n")[::2] for form in forms]
+    *sections, (_, damage) = [(title, f"\n{text}".replace("\n  ", "\n").split("\n- ")[1:]) for title, text in sections]
     attacks = []
-    for section in pathlib.Path(__file__).with_name("attacks.txt").read_text().split("\n=== ")[1:]:
-        title, *bodies = section.strip().split("\n- ")
+    for title, bodies in sections:
         group, _, expected = title.partition(": ")
-        attacks += [(group, body.replace("\n  ", "\n"), eval(expected)) for body in bodies]
-    return attacks
+        attacks += [(group, body, eval(expected)) for body in bodies]
+    return hostile[1], damaging[1], attacks, [row.split("\n", 1) for row in damage]
 
 
-ATTACKS = read_attacks()
+HOSTILE, DAMAGING, ATTACKS, DAMAGE = read_attacks()
+assert len(ATTACKS) == 154
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +84,7 @@ def world(tmp_path_factory):
         listeners[-1].bind(address)
         if kind == socket.SOCK_STREAM:
             listeners[-1].listen()
-    for listener in listeners:
-        listener.setblocking(False)
-    terminal, slave = os.openpty()
+    _, slave = os.openpty()
     attributes = termios.tcgetattr(slave)
     victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     yield {"TERMINAL": os.ttyname(slave), "WORLD": str(folder), "SECRET_FILE": f"{folder}/secret",
@@ -93,10 +94,6 @@ def world(tmp_path_factory):
     assert termios.tcgetattr(slave) == attributes and victim.poll() is None
     victim.kill()
     victim.wait()
-    for descriptor in (terminal, slave):
-        os.close(descriptor)
-    for listener in listeners:
-        listener.close()
     del os.environ["CANARY"]
 
 
@@ -104,6 +101,7 @@ def received(world):
     """How many connections and messages have come to the open ports."""
     number = 0
     for listener in world["listeners"]:
+        listener.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             listener.recv(1) if listener.type == socket.SOCK_DGRAM else listener.accept()[0].close()
             number += 1
@@ -111,18 +109,17 @@ def received(world):
 
 
 @contextlib.contextmanager
-def other_worker(folder, *replaced):
-    """Sandboxes run a copy of the worker, in which each text is replaced by the one behind it. It has ten minutes to
-    remove files: beside other work a few seconds may be too short."""
+def other_worker(*replaced):
+    """Inside, sandboxes start a copy of the worker, in which each text is replaced by the one behind it. It has ten
+    minutes to remove files: beside other work a few seconds may be too short."""
     source = pathlib.Path(sandbox_worker.__file__).read_text()
     replaced = ["CLEAN_LIMIT_S = 5 ", "CLEAN_LIMIT_S = 600 ", *replaced]
     for old, new in zip(replaced[::2], replaced[1::2]):
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    for name in ("extract_code.py", "values.py", "system_calls.txt"):
-        shutil.copy(pathlib.Path(sandbox.__file__).with_name(name), folder)
-    (pathlib.Path(folder) / "sandbox_worker.py").write_text(source)
-    with pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        shutil.copytree(pathlib.Path(sandbox.__file__).parent, folder, dirs_exist_ok=True)     # as it is compiled, too
+        pathlib.Path(folder, "sandbox_worker.py").write_text(source)
         patch.setattr(sandbox, "PROGRAM", f"{folder}/sandbox_worker.py")
         yield
 
@@ -130,39 +127,31 @@ def other_worker(folder, *replaced):
 @contextlib.contextmanager
 def started(layer, *replaced):
     """A sandbox of a layer whose walls stand; the test is skipped where the machine does not allow it."""
-    with tempfile.TemporaryDirectory() as folder, other_worker(folder, *replaced), Sandbox(layer, 0) as child:
-        try:
-            child.greet()
-        except LayerError as error:
-            pytest.skip(f"{layer}: {error}")
+    with contextlib.ExitStack() as stack:
+        with other_worker(*replaced):
+            child = stack.enter_context(Sandbox(layer, 0))
+            try:
+                child.greet()
+            except LayerError as error:
+                pytest.skip(f"{layer}: {error}")
         child.processes = processes(child.child.pid)
         yield child
 
 
-@pytest.fixture(scope="module", params=LAYERS)
-def child(request, world):
-    with started(request.param) as child:
-        yield child
+def sandboxes(*layers):
+    """A fixture: a sandbox of each of these layers, (name, what is replaced in the worker …)."""
+    @pytest.fixture(scope="module", params=layers, ids=lambda layer: layer[0])
+    def sandbox_of_a_layer(request, world):
+        with started(*request.param) as child:
+            yield child
+    return sandbox_of_a_layer
 
 
-@pytest.fixture(scope="module")
-def without_walls(world):
-    """The layer that has limits of resources alone: there an attack that means something succeeds."""
-    with started("rlimits") as child:
-        yield child
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def old_child(request, world):
-    """The layer landlock as on kernels whose Landlock has an earlier version."""
-    with started("landlock", LANDLOCK_VERSION, f"version = {request.param}") as child:
-        yield child
-
-
-@functools.cache
-def start_or_skip(layer):
-    with started(layer):
-        pass
+child = sandboxes(*([layer] for layer in LAYERS))
+# The layer that has limits of resources alone: there an attack that means something succeeds.
+without_walls = sandboxes(["rlimits"])
+# The layer landlock as on kernels whose Landlock has an earlier version.
+old_child = sandboxes(*(["landlock", LANDLOCK_VERSION, f"version = {version}"] for version in (2, 4)))
 
 
 def values_of(child, code, *calls, limit_s=1):
@@ -170,36 +159,11 @@ def values_of(child, code, *calls, limit_s=1):
     return child.run(code, list(calls), limit_s, imports=[])[0]
 
 
-HOSTILE = """import ctypes, fcntl, os, resource, signal, socket, sqlite3, sys, termios, threading, time
-libc = ctypes.CDLL(None, use_errno=True)
-{names}
-def fstat(d):
-    try: return os.fstat(d)
-    except OSError: return None
-RESULTS = [d for d in range(3, 64) if fstat(d)][0]
-def loot(value): return 'loot ' + str(value)
-def no(): raise OSError('refused')
-def refusal(call):
-    try: return call()
-    except OSError as error: return error.errno
-def g(n): return g(n + 1)
-def spin():
-    while True: pass
-def frames():
-    f = sys._getframe()
-    while f:
-        yield f
-        f = f.f_back
-def f(n):
-    if n == 2:
-{body}
-    return n + 40"""
-
-
-def hostile(body, world):
-    """An answer that attacks in f(2)."""
+def hostile(world, *bodies):
+    """An answer that attacks in f(2), f(3) …"""
     names = "\n".join(f"{key} = {value!r}" for key, value in world.items() if key.isupper())
-    return HOSTILE.format(names=names, body=textwrap.indent(body, "        "))
+    attacks = [f"    if n == {number}:\n{textwrap.indent(body, ' ' * 8)}" for number, body in enumerate(bodies, 2)]
+    return HOSTILE.format(names=names, attacks="\n".join(attacks))
 
 
 def processes(root):
@@ -229,37 +193,42 @@ def assert_nothing_is_lost(world):
     assert os.getpriority(os.PRIO_PROCESS, world["VICTIM"]) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
-@pytest.mark.parametrize("body, expected", [
-    pytest.param(body, expected, id=f"{group}-{number}-{body[:40]}")
-    for number, (group, body, expected) in enumerate(ATTACKS)])
-def test_attack(child, world, body, expected):
-    limit_s = LIMIT_S if expected == "error" else 10
-    first, second, third = values_of(child, hostile(body, world), "f(1)", "f(2)", "f(3)", limit_s=limit_s)
-    assert "loot " not in str(second) and SECRET not in str(second)
-    if expected == "error":
-        assert second[0] == "error", second
-    elif expected is MADE and child.layer == "landlock":
-        assert second == ["ok", "harmless"]
-    elif expected not in (HARMLESS, MADE):
-        assert second == expected
-    if not any(part in body for part in (".encode =", "json.dumps", "O_NONBLOCK")):     # they spoil their later results
-        assert (first, third) == (["ok", 41], ["ok", 43]), (first, second, third)
+BATCHES = {}                                                        # {name: [(body, expected), …] of one answer}
+for number, (group, body, expected) in enumerate(ATTACKS):
+    name = group if group in REFUSED_AT_ONCE else f"{group}-{number}-{body[:40]}"
+    BATCHES.setdefault(name, []).append((body, expected))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_attack(child, world, monkeypatch, name):
+    monkeypatch.setattr(sandbox, "CLOCK", 20)
+    bodies, wanted = zip(*BATCHES[name])
+    limit_s = 10 if name in REFUSED_AT_ONCE or wanted != ("error",) else 0.05             # 1 s of the clock
+    calls = [f"f({number})" for number in range(1, len(bodies) + 3)]
+    first, *results, last = values_of(child, hostile(world, *bodies), *calls, limit_s=limit_s)
+    for result, expected in zip(results, wanted, strict=True):
+        assert "loot " not in str(result) and SECRET not in str(result)
+        if expected == "error":
+            assert result[0] == "error", result
+        elif expected is MADE and child.layer == "landlock":
+            assert result == ["ok", "harmless"]
+        elif expected not in (HARMLESS, MADE):
+            assert result == expected
+    if not any(part in bodies[0] for part in (".encode =", "json.dumps", "O_NONBLOCK")):    # they spoil later results
+        assert (first, last) == (["ok", 41], ["ok", 42 + len(bodies)]), (first, results, last)
     assert_nothing_is_lost(world)
     assert processes(child.child.pid) == child.processes, "a process was left behind"
     assert child.layer == "namespaces" or os.listdir(child.work) == []
     # the next answer finds nothing, and its results are whole
-    code = "import os\ndef f(n): return [os.listdir('.'), 'x' * 200000]"
-    assert values_of(child, code, "f(1)") == [["ok", ["list", ["list"], "x" * 200000]]]
+    code = "import os\ndef f(n): return [os.listdir('.'), 'x' * 100000]"
+    assert values_of(child, code, "f(1)") == [["ok", ["list", ["list"], "x" * 100000]]]
 
 
-def test_the_suite_is_as_large_as_it_says():
-    assert len(ATTACKS) == 154
-
-
-@pytest.mark.parametrize("body", [body for group, body, _ in ATTACKS if group in ("reads", "writes", "opens")])
-def test_attack_on_an_old_landlock(old_child, world, body):
-    [result] = values_of(old_child, hostile(body, world), "f(2)", limit_s=LIMIT_S)
-    assert result[0] == "error"
+@pytest.mark.parametrize("group", ["reads", "writes", "opens"])
+def test_attack_on_an_old_landlock(old_child, world, group):
+    bodies = [body for body, _ in BATCHES[group]]
+    results = values_of(old_child, hostile(world, *bodies), *(f"f({number})" for number in range(2, len(bodies) + 2)))
+    assert [status for status, _ in results] == ["error"] * len(bodies)
     assert_nothing_is_lost(world)
 
 
@@ -269,7 +238,7 @@ def test_attack_on_an_old_landlock(old_child, world, body):
 def test_without_walls_an_attack_succeeds(without_walls, world, part, loot, num_received):
     """So what refuses it in the other layers are their walls."""
     [body] = [body for _, body, _ in ATTACKS if part in body]
-    [result] = values_of(without_walls, hostile(body, world), "f(2)")
+    [result] = values_of(without_walls, hostile(world, body), "f(2)")
     if part in ("425", "process_vm_readv") and result == ["error", "OSError: refused"]:
         pytest.skip("this machine refuses it without walls, too")
     assert result[0] == "ok" and result[1].startswith("loot ") and loot in result[1]
@@ -278,42 +247,14 @@ def test_without_walls_an_attack_succeeds(without_walls, world, part, loot, num_
 
 # ---- what one answer does reaches no other
 
-DAMAGE = [                                                          # what an answer does, and where it shows
-    ("open('file', 'w').write('x')", "os.listdir('.')"),
-    ("os.mkdir('d'); os.chdir('d')", "os.path.basename(os.getcwd())"),
-    ("builtins.abs = lambda value: 42", "abs(-1)"),
-    ("builtins.trace = 1", "hasattr(builtins, 'trace')"),
-    ("json.trace = 1", "hasattr(json, 'trace')"),
-    ("json.dumps = lambda value: '[\"ok\", 42]'", "json.dumps.__module__"),
-    ("marshal.loads = marshal.dumps = int", "marshal.loads is marshal.dumps"),
-    ("sys.setrecursionlimit(500)", "sys.getrecursionlimit()"),
-    ("signal.signal(signal.SIGALRM, print)", "str(signal.getsignal(signal.SIGALRM))"),
-    ("threading.Thread(target=signal.pause, daemon=True).start()", "len(sys._current_frames())"),
-    ("builtins.memory = mmap.mmap(-1, 600 << 20)", "full(lambda n: mmap.mmap(-1, n), 600 << 20)"),
-    ("[os.dup(0) for _ in range(50)]", "os.dup(0) > 40"),
-    ("os.environ['TRACE'] = '1'", "os.environ.get('TRACE')"),
-    ("sys.modules['random'] = sys", "'random' in sys.modules"),
-    ("frame = sys._getframe().f_back\n        while 'request' not in frame.f_locals: frame = frame.f_back\n"
-     "        frame.f_locals['request']['calls'].clear(); builtins.trace = 1", "hasattr(builtins, 'trace')")]
-CLEAN = """import builtins, json, marshal, mmap, os, signal, sys, threading
-def full(fill, n):
-    try: fill(n)
-    except (MemoryError, OSError): return True
-def f(n):
-    trace = {trace}
-    if n == 2:
-        {damage}
-    return trace"""
-
-
-@pytest.mark.parametrize("damage, trace", DAMAGE)
-def test_what_an_answer_does_to_its_process_reaches_no_other(child, damage, trace):
-    code = CLEAN.format(trace=trace, damage=damage)
+@pytest.mark.parametrize("trace, damage", DAMAGE)
+def test_what_an_answer_does_to_its_process_reaches_no_other(child, trace, damage):
+    code, undamaged = [DAMAGING.format(trace=trace, damage=textwrap.indent(text, " " * 8)) for text in (damage, "pass")]
     clean, _, damaged = values_of(child, code, "f(1)", "f(2)", "f(3)", limit_s=2)
     assert clean[0] == "ok"
     assert (damaged != clean) == ("Thread" not in damage)           # it shows; with a thread, a new process goes on
     assert values_of(child, code, "f(1)", limit_s=2) == [clean]                               # the same text again
-    assert values_of(child, CLEAN.format(trace=trace, damage="pass"), "f(1)", "f(2)", limit_s=2) == [clean] * 2
+    assert values_of(child, undamaged, "f(1)", "f(2)", limit_s=2) == [clean] * 2
 
 
 def test_no_answer_sees_memory_of_references_or_other_answers(child):
@@ -340,27 +281,25 @@ VIOLATIONS = [
     ["dict", 1], ["dict", ["a"]], ["counter", ["tuple", "a"]], ["odict", "abc"], ["int", 5], ["int", "5"],
     ["int", "0x"], ["int", "0xg"], ["int", "0x1\n"], ["int", "0x1", 2], ["ratio", "1"], ["ratio", "1/0"],
     ["ratio", "1/-2"], ["ratio", "1/2/3"], ["ratio", 1, 2], ["ratio", "1/" + "1" * 5000], ["complex", [], 1]]
+REFUSED = [json.dumps(["ok", value]) for value in VIOLATIONS] + [
+    '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]", '["error", {"a": [1]}]', '["ok"]', '{"ok": 1}', '"ready"',
+    '"restart"', "9" * 5000, '["ok", ' + "9" * 5000 + "]"]
 
 
-FORGED = [json.dumps(["ok", value]) for value in VIOLATIONS] + [
-    '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]", '["ok", NaN]', '["ok", 1e999]', '["error", {"a": [1]}]',
-    '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"', '"restart"', "9" * 5000, '["ok", ' + "9" * 5000 + "]"]
-
-
-@pytest.mark.parametrize("line", FORGED, ids=[line[:40] for line in FORGED])
-def test_a_forged_result_is_a_wrong_value(line):
+def result_of(line):
+    """What the caller takes from a line that an answer has written."""
     with sandbox.pipe() as (reading, writing):
         os.write(writing.fileno(), line.encode() + b"\n")
-        try:
-            result = Lines(reading.fileno(), None).expect(is_result, time.monotonic() + 60)
-        except Stop as stop:
-            result = ["error", str(stop)]
-    for value in ({"a": 1}, Counter(a=1), OrderedDict(a=1), [1]):
-        assert fault_of(["ok", encode(value)], result).encode()     # it is a text that can be written
+        return Lines(reading.fileno(), None).expect(is_result, time.monotonic() + 60)
 
 
-def test_only_data_of_the_form_that_is_expected_are_taken():
-    assert [value for value in VIOLATIONS if is_encoded(value)] == []
+def test_a_forged_result_is_refused_or_a_wrong_value():
+    for line in REFUSED:
+        with pytest.raises(Stop, match="a broken result"):
+            result_of(line)
+    for line in ('["ok", NaN]', '["ok", 1e999]', '["error", "\\ud800"]'):
+        for value in ({"a": 1}, Counter(a=1), OrderedDict(a=1), [1]):
+            assert fault_of(["ok", encode(value)], result_of(line)).encode()    # it is a text that can be written
     deepest = functools.reduce(lambda value, _: [value], range(100), 1)
     assert is_encoded(encode(deepest)) and not is_encoded(["list", ["list", ["list", encode(deepest)]]])
 
@@ -402,10 +341,10 @@ def test_fuzzed_results_cost_their_own_test(child, world, seed):
     lines = [draw.randbytes(draw.randrange(99)) if seed % 2 else json.dumps(result).encode()
              for result in results if not is_result(json.loads(json.dumps(result)))]
     forged = b"\n".join(lines) + draw.choice([b"", b"\n"])
-    code = hostile(f"os.write(RESULTS, {forged!r}); return 42", world)
+    code = hostile(world, f"os.write(RESULTS, {forged!r}); return 42")
     first, second, third = values_of(child, code, "f(1)", "f(2)", "f(3)")
     assert (first, third) == (["ok", 41], ["ok", 43]) and is_result(second)
-    loading = hostile("return 42", world) + f"\nos.write(RESULTS, {forged!r})"
+    loading = hostile(world, "return 42") + f"\nos.write(RESULTS, {forged!r})"
     assert all(map(is_result, values_of(child, loading, "f(1)", "f(2)")))
     assert values_of(child, "def f(n): return n", "f(1)") == [["ok", 1]]
 
@@ -433,17 +372,15 @@ def test_data_that_wait_move_no_deadline_and_an_open_pipe_is_not_waited_for(monk
             lines.expect(is_ready, time.monotonic() + 60)
 
 
-@pytest.mark.parametrize("size, whole", [(RESULT_LIMIT - 20, True), (RESULT_LIMIT, False), (9 * 10 ** 6, False)])
-def test_a_result_is_whole_or_too_large(without_walls, size, whole):
-    [result] = values_of(without_walls, f"def f(): return 'x' * {size}", "f()", limit_s=5)
-    assert result == (["ok", "x" * size] if whole else ["error", "a result that is too large"])
-
-
-@pytest.mark.parametrize("letter, size, whole", [("\U0001f600", 10 ** 5, True), ("x", (1 << 20) - 40, True),
-                                                 ("x", 1 << 20, False), ("x", 40 * 10 ** 6, False)])
-def test_a_large_answer_is_graded_or_too_large(without_walls, letter, size, whole):
-    values = values_of(without_walls, f"# {letter * size}\ndef f(n): return n", "f(1)", "f(2)")
-    assert values == ([["ok", 1], ["ok", 2]] if whole else [["error", "larger than 1,048,576 characters"]] * 2)
+@pytest.mark.parametrize("letter, num_letters, size, reason", [
+    ("x", 0, RESULT_LIMIT - 20, None), ("x", 0, RESULT_LIMIT, "a result that is too large"),
+    ("x", 0, 9 * 10 ** 6, "a result that is too large"), ("\U0001f600", 10 ** 5, 1, None),
+    ("x", (1 << 20) - 50, 1, None), ("x", 1 << 20, 1, "larger than 1,048,576 characters"),
+    ("x", 40 << 20, 1, "larger than 1,048,576 characters")])
+def test_an_answer_and_a_result_are_whole_or_too_large(without_walls, letter, num_letters, size, reason):
+    code = f"# {letter * num_letters}\ndef f(n): return 'x' * n"
+    [result] = values_of(without_walls, code, f"f({size})", limit_s=5)
+    assert result == (["error", reason] if reason else ["ok", "x" * size])
 
 
 USE = """import os, time
@@ -456,20 +393,20 @@ def use(seconds):
 def test_processor_time_decides(without_walls, monkeypatch):
     """Not the clock: beside other work a call may take many times as long. Each load has time of its own."""
     monkeypatch.setattr(sandbox, "CLOCK", 600)
-    values = values_of(without_walls, USE + "use(.3)\ndef f(n):\n    use(n)\n    return n", "f(.1)", "f(9)", "f(0)",
-                       limit_s=.2)
-    assert values == [["ok", .1], ["error", "time limit"], ["ok", 0]]
+    values = values_of(without_walls, USE + "use(.15)\ndef f(n):\n    use(n)\n    return n", "f(.02)", "f(9)", "f(0)",
+                       limit_s=.1)
+    assert values == [["ok", .02], ["error", "time limit"], ["ok", 0]]
     sleeper = "import time\ndef f(n):\n    time.sleep(n)\n    return n"
-    assert values_of(without_walls, sleeper, "f(.5)", limit_s=.05) == [["ok", .5]]
+    assert values_of(without_walls, sleeper, "f(.2)", limit_s=.05) == [["ok", .2]]
     monkeypatch.setattr(sandbox, "CLOCK", 5)
     assert values_of(without_walls, sleeper, "f(99)", "f(0)", limit_s=.2) == [["error", "time limit"], ["ok", 0]]
 
 
 def test_an_answer_as_a_whole_has_a_limit(without_walls, monkeypatch):
     monkeypatch.setattr(sandbox, "CLOCK", 600)
-    monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", .3)
-    code = USE + "use(.2)\ndef f(n):\n    while n: pass\n    return n"
-    values = values_of(without_walls, code, "f(0)", *["f(1)"] * 9, limit_s=.1)      # .3 s to load, .1 s a call
+    monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", 0)
+    code = USE + "use(.1)\ndef f(n):\n    while n: pass\n    return n"
+    values = values_of(without_walls, code, "f(0)", *["f(1)"] * 4, limit_s=.1)      # .5 s; .2 s for each f(1)
     assert values[:2] == [["ok", 0], ["error", "time limit"]] and values[-1] == ["error", ANSWER_TIME_LIMIT]
     assert values_of(without_walls, "def f(n): return n", "f(1)") == [["ok", 1]]
 
@@ -552,58 +489,55 @@ def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
     assert "resource limits alone" in caplog.text
 
     def no_walls(self):
-        if self.layer != "rlimits":
-            raise LayerError("not allowed")
-    monkeypatch.setattr(Sandbox, "greet", no_walls)
-    with pytest.raises(ColBenchError, match="--unsafe-scorer"):
-        Scorer().__enter__()
+        raise LayerError("not allowed")
+    monkeypatch.setattr(Sandbox, "__enter__", no_walls)
+    with pytest.raises(ColBenchError, match="namespaces: not allowed; landlock: not allowed.*--unsafe-scorer"):
+        Scorer(workers=1).__enter__()
 
 
 LANDLOCK_STEP = "        steps.append((libc.syscall, (446, walls.rules, 0)))\n"
 SECCOMP = "    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0))) "
-NUMBERS = {"sockets": (41, 198), "chmod": (90, None), "kill": (62, 129), "execve": (59, 221), "clone": (56, 220)}
+NUMBERS = {"sockets": (41, 198), "chmod": (90, 53), "kill": (62, 129), "execve": (59, 221), "clone": (56, 220)}
 
 
-def allowing(call):
-    """The change by which the filter allows a system call."""
-    number = NUMBERS[call][MACHINES[os.uname().machine][0]]
+def allowing(*calls):
+    """The change by which the filter allows system calls."""
+    numbers = [NUMBERS[call][MACHINES[os.uname().machine][0]] for call in calls]
     denied = "    ranges = [(0, DENIED)]\n"
-    return [denied, f"    verdicts[{number}] = ALLOWED\n{denied}" if number is not None else denied]
+    return [denied, f"    verdicts.update(dict.fromkeys({numbers}, ALLOWED))\n{denied}"]
 
 
 WEAKENED = [                                                        # layers, which text becomes which, what is said
     (LAYERS, [SECCOMP, ""], "walls do not stand (sockets, chmod, kill, execve, clone)"),
-    (LAYERS, ["(resource.RLIMIT_AS, MEMORY_LIMIT), ", ""], "walls do not stand (memory)"),
-    *((LAYERS, allowing(call), f"walls do not stand ({call})") for call, numbers in NUMBERS.items()
-      if numbers[MACHINES[os.uname().machine][0]] is not None),
+    (LAYERS, allowing("sockets", "kill", "clone"), "walls do not stand (sockets, kill, clone)"),
+    (LAYERS, ["(resource.RLIMIT_AS, MEMORY_LIMIT), ", "", *allowing("chmod", "execve")],
+     "walls do not stand (memory, chmod, execve)"),
     (["landlock"], [LANDLOCK_STEP, ""], "walls do not stand (files, files, files)"),
     (["landlock"], ["    steps.append((libc.capset, ", "    str(("], "walls do not stand (capabilities)"),
     (["namespaces"], ["new_user | 0x20000 | 0x20000000 | 0x40000000", "new_user | 0x20000 | 0x20000000"],
      "a namespace is not its own"),
     (["namespaces"], ["new_user | 0x20000 | 0x20000000", "new_user | 0x20000"], "a namespace is not its own"),
-    (["namespaces"], ["    sources = {path: os", "    paths = ['/etc', *paths]\n    sources = {path: os"],
-     "walls do not stand (files)")]
+    (["namespaces"], ["os.path.exists, paths", "os.path.exists, ['/etc', *paths]"], "walls do not stand (files)")]
 
 
-@pytest.mark.parametrize("layer, replaced, said", [
-    pytest.param(layer, replaced, said, id=f"{layer}-{said}") for layers, replaced, said in WEAKENED
-    for layer in layers])
-def test_walls_that_do_not_stand_are_found(layer, replaced, said, tmp_path):
-    """Each wall in turn is left out; the start-up check says which."""
-    start_or_skip(layer)
+@pytest.mark.parametrize("child, replaced, said", [
+    pytest.param([layer], replaced, said, id=f"{layer}-{said}") for layers, replaced, said in WEAKENED
+    for layer in layers], indirect=["child"])
+def test_walls_that_do_not_stand_are_found(child, replaced, said):
+    """Each wall in turn is left out of a layer whose walls stand here; the start-up check says which."""
     replaced = [*replaced, "in PRELOADED.split()", "in []"]                                   # it starts faster
-    with other_worker(tmp_path, *replaced), Sandbox(layer, 0) as other:
+    with other_worker(*replaced), Sandbox(child.layer, 0) as other:
         with pytest.raises(LayerError, match=re.escape(said)):
             other.greet()
 
 
-@pytest.mark.parametrize("owns, pid, killed", [(False, 1, [-7, 7]), (True, 2, [-7, 7]), (True, 1, [-1])])
-def test_without_a_namespace_of_its_own_only_the_group_is_killed(owns, pid, killed, monkeypatch):
+@pytest.mark.parametrize("layer, pid, killed", [
+    ("landlock", 1, [-7, 7]), ("namespaces", 2, [-7, 7]), ("namespaces", 1, [-1])])
+def test_without_a_namespace_of_its_own_only_the_group_is_killed(layer, pid, killed, monkeypatch):
     """Though the server be process 1, as in a container; kill(-1) would end all others."""
     def no_child(*_):
         raise ChildProcessError
-    walls, kills = Walls("landlock"), []
-    walls.owns_processes = owns
+    walls, kills = types.SimpleNamespace(layer=layer), []
     monkeypatch.setattr(os, "getpid", lambda: pid)
     monkeypatch.setattr(os, "kill", lambda pid, number: kills.append(pid))
     monkeypatch.setattr(os, "wait4", lambda *_: (7, signal.SIGPROF, types.SimpleNamespace(ru_utime=1, ru_stime=2)))
@@ -624,7 +558,7 @@ def test_a_killed_caller_leaves_no_process():
     process = subprocess.Popen([sys.executable, "-c", code, PACKAGE], stdout=subprocess.PIPE, text=True)
     with process.stdout:
         assert process.stdout.readline() == "ready\n"
-    time.sleep(0.5)
+    time.sleep(0.1)
     pids = processes(process.pid) - {process.pid}
     assert len(pids) >= 3
     process.send_signal(signal.SIGKILL)
@@ -652,10 +586,10 @@ sys.path.insert(0, sys.argv[1])
 from colbench import ColBenchError
 from colbench.scorer import Scorer
 task = {"ground_truth": "def f(n): return n + 40", "test_cases": {str(n): f"f({n})" for n in (1, 2, 3)}}
-answers = [sys.argv[3], task["ground_truth"] + "  # right", task["ground_truth"] + "  # right, too"] * 3
+answers = [sys.argv[3], task["ground_truth"] + "  # right"] * 2
 tasks = [{**task, "ground_truth": f"{task['ground_truth']} # {number}"} for number in range(len(answers))]
 try:
-    scorer = Scorer(workers=3, time_limit_s=0.5)
+    scorer = Scorer(workers=2, time_limit_s=0.2)
     scorer.layers = [sys.argv[2]]
     with scorer:
         for score in scorer.score(list(zip(tasks, answers))):
@@ -686,11 +620,11 @@ def test_threads_until_a_user_has_no_process_left_end_no_other_answer(layer):
     if "no layer" in process.stdout:
         pytest.skip(process.stdout)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.split() == ["101", "111", "111"] * 3
+    assert process.stdout.split() == ["101", "111"] * 2
 
 
 def test_an_answer_has_a_limit_of_threads(child):
-    """The system counts them where it can; else the server ends the answer (see sandbox_worker.counts_threads)."""
+    """The system counts them where it can; else the server ends the answer (see sandbox_worker.thread_limit)."""
     for _ in range(2):                                              # what one answer starts does not count for the next
         first, second, third = values_of(child, STARTER.format(gives_up=True), "f(1)", "f(2)", "f(3)", limit_s=2)
         assert (first, third) == (["ok", 41], ["ok", 43])
@@ -698,12 +632,3 @@ def test_an_answer_has_a_limit_of_threads(child):
     threads = "import threading\ndef f(n):\n    for _ in range(n):\n        thread = threading.Thread(target=int)\n" \
               "        thread.start()\n        thread.join()\n    return n"
     assert values_of(child, threads, "f(200)", limit_s=5) == [["ok", 200]]      # one after the other
-
-
-def test_parallel_scoring_keeps_order_and_graders_apart():
-    tasks = [{"ground_truth": f"def f(): return {i}", "test_cases": {"a": "f()"}} for i in range(9)]
-    with Scorer(workers=2, time_limit_s=LIMIT_S) as scorer:
-        answers = [f"def f():\n    if {i} % 3 == 0:\n        while True: pass\n    return {i}" for i in range(9)]
-        scores = scorer.score(list(zip(tasks, answers)))
-        assert [score.tests for score in scores] == [[i % 3 != 0] for i in range(9)]
-        assert threading.active_count() < 20

@@ -3,7 +3,10 @@ import datetime
 import decimal
 import fractions
 import json
+import pathlib
 import random
+import re
+import threading
 import time
 
 import pytest
@@ -24,7 +27,7 @@ TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n
 
 @pytest.fixture(scope="module")
 def scorer():
-    with Scorer(time_limit_s=0.5, workers=1) as scorer:
+    with Scorer(time_limit_s=0.5, workers=2) as scorer:
         yield scorer
 
 
@@ -42,43 +45,37 @@ def task_of(reference, *calls):
     return {"ground_truth": reference, "test_cases": {f"test{i}": call for i, call in enumerate(calls or ["f()"])}}
 
 
-FAILING_ENDS = ["raise ValueError", "input()", "import sys; sys.exit()", "exit()", "1 / 0",
-                "print(f(int(sys.argv[1])))", "raise KeyboardInterrupt", "f(None, None)",
-                "if __name__ == '__main__':\n    raise SystemExit"]
+def read_answers():
+    """[(name, test calls, references, [(verdicts, why, answer), …]), …] of answers.txt."""
+    sections = []
+    for section in pathlib.Path(__file__).with_name("answers.txt").read_text().split("\n=== ")[1:]:
+        title, _, text = section.rstrip("\n").partition("\n")
+        name, _, calls = title.partition(": ")
+        first, *others = f"\n{text}".split("\n--- ")
+        references, answers = [first.strip()], []
+        for kind, code in [other.partition("\n")[::2] for other in others]:
+            verdicts, _, why = kind.partition(" (")
+            if kind == "reference":
+                references.append(code)
+            else:
+                verdicts = list(map(float, verdicts.split()))
+                answers.append((verdicts, why[:-1], code.replace("{reference}", references[0])))
+        sections.append((name, calls.split("; "), references, answers))
+    return sections
 
 
-@pytest.mark.parametrize("answer, expected", [
-    ("def f(n):\n    return n ** 2 if n else None", [1, 1, 1, 1]),
-    ("import math\ndef f(n):\n    return round(math.pow(n, 2)) if n else None", [1, 1, 1, 1]),
-    ("def g(n): return n * n\ndef f(n): return g(n) or None", [1, 1, 1, 1]),                           # its own helper
-    ("def f(n, total=0):\n    return (f(n - 1) + 2 * n - 1 if n > 0 else 0)", [1, 1, 0, 1]),          # recursion
-    ("FACTOR = 1\ndef f(n):\n    global FACTOR\n    FACTOR += 1\n    return n * n * (FACTOR - 1) or None",
-     [1, 1, 1, 1]),
-    ("class Squarer:\n    def of(self, n): return n * n or None\nf = Squarer().of\nf = lambda n, f=f: f(n)",
-     [1, 1, 1, 1]),
-    ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass N:\n    n: int\n"
-     "def f(n): return N(n).n ** 2 or None", [1, 1, 1, 1]),
-    ("# import os and exit() and sudo\ndef f(n): return n * n or None", [1, 1, 1, 1]),
-    ("import threading\ndef f(n):\n    r = []\n    t = threading.Thread(target=lambda: r.append(n * n))\n"
-     "    t.start(); t.join()\n    return r[0] or None", [1, 1, 1, 1]),
-    ("import tempfile\ndef f(n):\n    with tempfile.TemporaryFile('w+') as file:\n"
-     "        file.write(str(n * n)); file.seek(0)\n        return int(file.read()) or None", [1, 1, 1, 1]),
-    ("import sys\nn0 = int(sys.argv[1]) if sys.argv[1:] else 0\ndef f(n): return n * n + n0 or None", [1, 1, 1, 1]),
-    ("def f(n): return float(n * n) or None", [1, 1, 1, 1]),                                           # 9.0 == 9
-    ("def f(n): return (n * n,)", [0, 0, 0, 0]),
-    ("def f(n): print(n * n)", [0, 0, 1, 0]),                                                          # None == None
-    ("def other(n): return n * n", [0, 0, 0, 0]),
-    ("", [0, 0, 0, 0]),
-    # a fault at the top level costs its own statement, and what needs it
-    *((f"{F}\n{end}", [1, 1, 1, 1]) for end in FAILING_ENDS),
-    ("import no_such_package\ndef f(n): return n * n or None", [1, 1, 1, 1]),
-    ("import no_such_package\ndef f(n): return no_such_package.square(n) or None", [0, 0, 0, 0]),
-    ("calls = []\ndef f(n):\n    calls.append(n)\n    return n * n or None if len(calls) == 1 else 7", [1, 1, 1, 1]),
-    # a fault in a call costs its own test (test_sandbox.py has many)
-    ("def f(n):\n    while n == 2: pass\n    return n * n or None", [1, 0, 1, 1]),
-])
-def test_golden_verdicts(scorer, answer, expected):
-    assert verdicts(scorer, answer) == [bool(x) for x in expected]
+SECTIONS = read_answers()
+UNSETTLED, = [section for section in SECTIONS if section[0] == "what a reference cannot settle"]
+PUBLISHED = [section for section in SECTIONS if section[0] == "published"]
+GOLDEN = [section for section in SECTIONS if section[0] not in (UNSETTLED[0], "published")]
+
+
+@pytest.mark.parametrize("name, calls, references, answers", GOLDEN, ids=lambda value: str(value)[:40])
+def test_golden_verdicts(scorer, name, calls, references, answers):
+    for reference in references:
+        task = task_of(reference, *calls)
+        for (expected, _, answer), score in zip(answers, scorer.score([(task, row[-1]) for row in answers])):
+            assert all(score.gradeable) and score.tests == expected, (answer, score.faults)
 
 
 def test_the_fault_of_code_that_does_not_define_its_function_is_the_first(scorer):
@@ -89,6 +86,7 @@ def test_the_fault_of_code_that_does_not_define_its_function_is_the_first(scorer
 
 def test_code_that_never_loads_is_tried_once(scorer, monkeypatch):
     processes, original = [], Sandbox.run_process
+    monkeypatch.setattr(scorer, "time_limit_s", 0.1)
     monkeypatch.setattr(sandbox, "LOAD_LIMIT_S", 0.1)
     monkeypatch.setattr(Sandbox, "run_process", lambda *arguments: processes.append(1) or original(*arguments))
     assert verdicts(scorer, F) == [True] * 4
@@ -98,59 +96,15 @@ def test_code_that_never_loads_is_tried_once(scorer, monkeypatch):
 
 # ---- values
 
-EQUAL = [
-    ("1", "True"), ("1", "1.0"), ("0.5", "Decimal('0.5')"), ("0.5", "Fraction(1, 2)"), ("1", "1 + 0j"), ("0.0", "-0.0"),
-    ("10 ** 400", "Decimal(10) ** 400"), ("'a'", "'a'"), ("b'ab'", "bytearray(b'ab')"), ("{1, 2}", "frozenset({2, 1})"),
-    ("{'a': 1, 'b': (2, [3])}", "{'b': (2, [3]), 'a': True}"), ("{1: 'x'}", "{1.0: 'x'}"),
-    ("{'k': 1}", "{'k': 1}.copy()"), ("float('nan')", "float('nan')"), ("[1, float('nan')]", "[1, Decimal('nan')]"),
-    ("float('inf')", "Decimal('inf')"), ("datetime(2024, 1, 2, 3)", "datetime(2024, 1, 2, 3)"),
-    ("datetime(2024, 1, 2, 3, tzinfo=timezone.utc)", "datetime(2024, 1, 2, 5, tzinfo=timezone(timedelta(hours=2)))"),
-    ("date(2024, 1, 2)", "date(2024, 1, 2)"), ("timedelta(1)", "timedelta(hours=24)"), ("clock(1, 2)", "clock(1, 2)"),
-    ("Counter('aab')", "Counter(a=2, b=1, c=0)"), ("Counter('aab')", "{'a': 2, 'b': 1}"),
-    ("defaultdict(int, a=1)", "{'a': 1}"), ("OrderedDict(a=1, b=2)", "{'b': 2, 'a': 1}"),
-    ("deque([1, 2])", "deque([1, 2], 5)"), ("Point(1, 2)", "(1, 2)"), ("Color.RED", "Color.RED"), ("Level.LOW", "1"),
-    ("range(0, 5, 2)", "range(0, 6, 2)"), ("range(0)", "range(3, 3)"), ("{1: 2}.keys()", "{1}"), ("np.int64(3)", "3"),
-    ("np.float64(0.5)", "0.5"), ("np.bool_(True)", "True"), ("np.str_('a')", "'a'"),
-    ("np.array([1, 2])", "np.array([1.0, 2.0])"), ("np.array([1, np.nan])", "np.array([1, np.nan])"),
-    ("[np.array([1])]", "[np.array([1])]"), ("0.1 + 0.2", "0.3"), ("2.3 * 1.1 * 3.7", "3.7 * 2.3 * 1.1"),
-    ("sum([0.1] * 10)", "1.0"), ("sum([0.1] * 10)", "1"), ("1e16", "1e16 + 2"), ("0.0", "1e-13"),
-    ("10.0 / 3", "Fraction(10, 3)"), ("0.1", "Decimal('0.1')"), ("[{'a': (0.1 + 0.2, 'b')}]", "[{'a': (0.3, 'b')}]"),
-    ("{0.1 + 0.2: 1, 2: 0}", "{0.3: 1, 2: 0}"), ("{sum([0.1] * 10), 0.5, 3}", "{3, 0.5, 1}"),
-    ("(0.1 + 0.2) * 1j", "0.3j"), ("np.array([0.1 + 0.2])", "np.array([0.3])"),
-    ("{9.999999999999998, 2}", "{10.0, 2.0}"), ("'\\ud800 \\0 é'", "'\\ud800 \\0 é'"), ("[None, ...] and None", "None")]
-UNEQUAL = [
-    ("1", "'1'"), ("1", "None"), ("0", "None"), ("[]", "None"), ("[]", "()"), ("[1, 2]", "(1, 2)"),
-    ("[1, 2]", "[2, 1]"), ("[1]", "[1, 1]"), ("10 ** 400", "10 ** 400 + 1"),
-    ("Fraction(1, 3)", "Fraction(333333333333, 10 ** 12)"), ("1.0", "1.00000001"), ("0.0", "1e-11"),
-    ("1e300 * 1e300", "1e300"), ("2 ** 53", "2 ** 53 + 1"), ("float(2 ** 53)", "2 ** 53 + 1"), ("float('nan')", "0"),
-    ("[float('nan'), 1]", "[1, float('nan')]"), ("float('inf')", "float('-inf')"), ("'a'", "b'a'"), ("''", "None"),
-    ("{1}", "[1]"), ("{}", "set()"), ("{'a': 1}", "{'a': 2}"), ("{'a': 1}", "[('a', 1)]"), ("{1: 'x'}", "{'1': 'x'}"),
-    ("datetime(2024, 1, 2)", "date(2024, 1, 2)"), ("datetime(2024, 1, 2)", "datetime(2024, 1, 2, tzinfo=timezone.utc)"),
-    ("datetime(2024, 1, 2)", "'2024-01-02T00:00:00'"), ("OrderedDict(a=1, b=2)", "OrderedDict(b=2, a=1)"),
-    ("Counter(a=0)", "{}"), ("deque([1])", "[1]"), ("Color.RED", "Color.BLUE"), ("Color.RED", "1"),
-    ("Color.RED", "'RED'"), ("range(3)", "[0, 1, 2]"), ("np.array([1, 2])", "[1, 2]"),
-    ("np.array([1, 2])", "np.array([[1, 2]])"), ("np.array([1, 2])", "np.array([1, 3])"), ("['list', [1]]", "[1]"),
-    ("['nan']", "float('nan')"), ("('number', 1)", "1"), ("1j", "1"), ("'nan'", "float('nan')")]
-TYPES = """from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from datetime import date, datetime, time as clock, timedelta, timezone
-from decimal import Decimal
-from enum import Enum, IntEnum
-from fractions import Fraction
-import numpy as np
-Point = namedtuple("Point", "x y")
-class Color(Enum): RED = 1; BLUE = 2
-class Level(IntEnum): LOW = 1
-"""
-
-
-@pytest.mark.parametrize("pairs, same", [(EQUAL, True), (UNEQUAL, False)], ids=["equal", "unequal"])
-def test_values_are_compared_by_pythons_rules_but_for_the_rounding_of_floats(pairs, same):
+def test_values_are_compared_by_pythons_rules_but_for_the_rounding_of_floats():
+    _, types, *sections = pathlib.Path(__file__).with_name("values.txt").read_text().split("\n=== ")
     names = {}
-    exec(TYPES, names)
-    for pair in pairs:
-        left, right = [json.loads(json.dumps(encode(eval(text, names)))) for text in pair]
-        assert is_encoded(left) and is_encoded(right)
-        assert equal_values(left, right) == equal_values(right, left) == same, pair
+    exec(types.removeprefix("names"), names)
+    for title, *pairs in map(str.splitlines, sections):
+        for pair in filter(None, pairs):
+            left, right = [json.loads(json.dumps(encode(eval(text, names)))) for text in pair.split(" ~ ")]
+            assert is_encoded(left) and is_encoded(right)
+            assert equal_values(left, right) == equal_values(right, left) == (title == "equal"), pair
 
 
 def test_encoding_by_hand():
@@ -170,24 +124,13 @@ def test_encoding_by_hand():
 
 # ---- gaps
 
-@pytest.mark.parametrize("reference, gradeable, reason", [
-    ("def f(n):\n    return 6 // (n - 2)", [1, 0, 1, 1], "ZeroDivisionError"),
-    ("import random\ndef f(n):\n    return random.random() if n == 2 else n", [1, 0, 1, 1], "not the same value twice"),
-    ("import time\ndef f(n):\n    return time.time_ns()", [0, 0, 0, 0], "not the same value twice"),
-    ("def f(n):\n    return object() if n == 2 else n", [1, 0, 1, 1], "cannot be compared"),
-    ("def f(n):\n    return (x for x in [n])", [0, 0, 0, 0], "cannot be compared"),
-    ("def f(n):\n    while n == 2: pass\n    return n", [1, 0, 1, 1], "time limit"),
-    ("import no_such_package\ndef f(n): return n", [0, 0, 0, 0], "ModuleNotFoundError"),
-    ("def f(n) return", [0, 0, 0, 0], "SyntaxError"),
-    ("def f(n): return {'a', 'b', 'c', str(n)}", [1, 1, 1, 1], ""),
-    ("def f(n): return list({'a', 'b', 'c', str(n)})", [1, 1, 1, 1], ""),  # the same hash seed on both sides
-])
-def test_what_a_reference_cannot_settle_is_never_credited(scorer, reference, gradeable, reason):
-    task = {**TASK, "ground_truth": reference}
-    score = scorer.score([(task, reference)])[0]
-    assert score.gradeable == [bool(x) for x in gradeable]
-    assert score.tests == score.gradeable  # the reference itself passes what can be graded
+@pytest.mark.parametrize("gradeable, reason, reference", UNSETTLED[-1])
+def test_what_a_reference_cannot_settle_is_never_credited(scorer, monkeypatch, caplog, gradeable, reason, reference):
+    monkeypatch.setattr(scorer, "time_limit_s", 0.1)
+    score = scorer.score([({**TASK, "ground_truth": reference}, reference)])[0]
+    assert score.tests == score.gradeable == gradeable              # the reference itself passes what can be graded
     assert all(reason in fault and "not gradeable" in fault for fault in score.faults if fault)
+    assert (f"no test can be graded of {reference!r}" in caplog.text) == (not any(gradeable))
 
 
 @pytest.mark.parametrize("reference, calls", [
@@ -206,49 +149,6 @@ def test_references_that_return_nothing_are_counted_where_tasks_are_read(tmp_pat
     write_jsonl(tmp_path / "tasks.jsonl", tasks)
     assert len(read_tasks(tmp_path / "tasks.jsonl")) == 7
     assert "3 of 7 references return nothing" in capsys.readouterr().out
-
-
-def test_a_task_that_cannot_be_graded_is_named(scorer, caplog):
-    scorer.score([(task_of("def f(n): return 1 / 0  # whatever"), "")])
-    assert "no test can be graded of 'def f(n): return 1 / 0  # whatever'" in caplog.text
-
-
-GCDS = [("import math\nf = math.gcd", "f(12, 18)"), ("from math import gcd as f", "f(12, 18)")]
-LENDING = "from datetime import datetime\nimport numpy as np\ndef f(d): return getattr(d, 'year', None) or int(d.sum())"
-NAMED_AS_A_BUILTIN = "def sum(values, key=None):\n    total = 0\n    for value in values: total += value\n" \
-                     "    return total"
-VERDICTS = [                                                        # reference, calls, answer, does it pass all tests?
-    ("def f(n): return n or None", ["f(0)", "f(1)"], "def f(n): return n or None", True),           # None is a value
-    ("def f(n): return n or None", ["f(0)", "f(1)"], "def f(n): pass", False),
-    # each test has fresh arguments and a fresh namespace
-    ("SEEN = []\ndef f(items):\n    items.append(0)\n    SEEN.append(items)\n    return len(items) + len(SEEN)",
-     ["f([1])"] * 3, "def f(items): return len(items) + 2", True),
-    # names in a call mean what the reference imported, but what the answer defines is the answer's
-    (LENDING, ["f(datetime(2024, 1, 2))", "f(np.array([1, 2]))"],
-     "import datetime\ndef f(d):\n    return d.year if isinstance(d, datetime.datetime) else sum(d.tolist())", True),
-    ("from fractions import Fraction\ndef f(x): return x.numerator", ["f(Fraction(3, 4))"],
-     "class Fraction:\n    def __init__(self, p, q): self.p = p\ndef f(x): return x.p", True),
-    ("from fractions import Fraction\ndef f(x): return x.numerator", ["f(Fraction(3, 4))"],
-     "def f(x): return x.numerator", True),
-    # the function under test is the answer's, though the reference imports it, or it is named as a builtin
-    *((reference, [call], answer, passes) for reference, call in GCDS for answer, passes in (
-        ("import math\ndef f(a, b): return math.gcd(a, b)", True), ("def f(a, b): return 7", False),
-        ("from math import lcm as f", False), ("import math\nf = math.gcd", True), ("import math as f", False),
-        ("class f:\n    def __init__(self, a, b): pass", False), ("def g(a, b): return 6", False), ("", False))),
-    *((NAMED_AS_A_BUILTIN, ["sum([1, 2])", "3 == sum([1, 2])"], answer, passes) for answer, passes in (
-        (NAMED_AS_A_BUILTIN, True), ("sum = lambda values: values[0] + values[1]", True), ("", False),
-        ("def total(values): return 3", False), ("def total(values): return 3\nsum = 6", False), ("sum = 6", False))),
-    ("def round(x, digits): return int(x * 10 ** digits) / 10 ** digits\ndef f(x): return x / 3", ["round(f(1), 2)"],
-     "def f(x): return x / 3", True),                               # a helper is Python's own
-    # what a call passes to the function may compare
-    ("def f(key, items): return list(filter(key, items))", ["f(lambda x: x > 1 and x != 3, [1, 2, 3])"],
-     "def f(key, items): return [x for x in items if key(x)]", True)]
-
-
-@pytest.mark.parametrize("reference, calls, answer, passes", VERDICTS)
-def test_whose_names_are_meant(scorer, reference, calls, answer, passes):
-    score = scorer.score([(task_of(reference, *calls), answer)])[0]
-    assert all(score.gradeable) and all(score.tests) == passes, score.faults
 
 
 # ---- tests that are comparisons
@@ -327,43 +227,37 @@ class Box:
     def double(self): return 2 * self.n
 def g(n): return n + 1
 def f(n): return n * n + 1"""
-VALUES_OF_ANSWERS = (
-    "f(N)", "g(N)", "h(4, 6)", "TABLE[1]", "Box(N).double()", "list(map(f, L))", "max(map(f, L))", "sorted(L, key=f)",
-    "[f(x) for x in L]", "[x for x in L if f(x)]", "{x: g(x) for x in L}", "(lambda: f)()(N)", "(lambda x: f(x))(N)",
-    "list(filter(f, L))", "f(N).bit_length()", "str(g(N)).upper()", "(y := f(N))", "sum(f(x) for x in L)",
-    "min(L, key=lambda x: g(x))", "[*map(g, L)]", "f(n=N)", "{**{N: f(N)}}", "f'{f(N)}'", "len([f])", "[f, g][0](N)",
-    "callable(f)", "next(map(f, L), N)", "any(map(f, L))", "isinstance(f(N), int)", "L.count(f(N))", "(y := N) + g(y)")
-VALUES_OF_NOBODY = ("N", "L", "'a'", "None", "True", "-N", "(N,)", "{N: L}", "[N] * 2", "Decimal(N)", "len(L)", "[]",
-                    "float('nan')", "sum(L)", "(lambda x: x)(N)", "[x for x in L]", "(y := N)")
+GRAMMAR = {                                                         # a word stands for one of these texts
+    "TEST": ["VALUE"] * 10 + ["VALUE SIGN VALUE"] * 30 + ["VALUE <= VALUE == VALUE"] * 5 + [
+        "not (TEST)", "(TEST) and (TEST)", "(TEST) or (TEST)", "(TEST) == (TEST)", "bool(TEST)"],
+    "SIGN": ["==", "==", "==", "!=", "<", "<=", ">", ">=", "is", "is not", "in", "not in"],
+    "VALUE": ["ANSWERS"] * 12 + ["NOBODYS"] * 8 + [
+        "(VALUE + VALUE)", "(VALUE if VALUE else VALUE)", "(VALUE or VALUE)", "(VALUE and VALUE)", "[VALUE]",
+        "(VALUE, VALUE)", "abs(VALUE)", "len([VALUE])", "str(VALUE)", "(not VALUE)", "(lambda: VALUE)()",
+        "[VALUE for z in [1]]", "(VALUE)[0]", "f(VALUE)"],
+    "ANSWERS": [
+        "f(N)", "g(N)", "h(4, 6)", "TABLE[1]", "Box(N).double()", "list(map(f, L))", "max(map(f, L))",
+        "sorted(L, key=f)", "[f(x) for x in L]", "[x for x in L if f(x)]", "{x: g(x) for x in L}", "(lambda: f)()(N)",
+        "(lambda x: f(x))(N)", "list(filter(f, L))", "f(N).bit_length()", "str(g(N)).upper()", "(y := f(N))",
+        "sum(f(x) for x in L)", "min(L, key=lambda x: g(x))", "[*map(g, L)]", "f(n=N)", "{**{N: f(N)}}", "f'{f(N)}'",
+        "len([f])", "[f, g][0](N)", "callable(f)", "next(map(f, L), N)", "any(map(f, L))", "isinstance(f(N), int)",
+        "L.count(f(N))", "(y := N) + g(y)"],
+    "NOBODYS": ["N", "L", "'a'", "None", "True", "-N", "(N,)", "{N: L}", "[N] * 2", "Decimal(N)", "len(L)", "[]",
+                "float('nan')", "sum(L)", "(lambda x: x)(N)", "[x for x in L]", "(y := N)"],
+    "N": ["0", "1", "2", "3"],
+    "L": ["[]", "[0]", "[1]", "[3]", "[4]", "[0, 2]", "[1, 3]", "[2, 1]", "[4, 0]"]}
+WORDS = re.compile(rf"\b(?:{'|'.join(GRAMMAR)})\b")
 
 
-def random_value(draw, depth):
-    if depth == 0 or draw.random() < 0.6:
-        text = draw.choice(VALUES_OF_ANSWERS if draw.random() < 0.6 else VALUES_OF_NOBODY)
-        return text.replace("N", str(draw.randrange(4))).replace("L", str(draw.sample(range(5), draw.randrange(3))))
-    shape = draw.choice(["({} + {})", "({} if {} else {})", "({} or {})", "({} and {})", "[{}]", "({}, {})", "abs({})",
-                         "len([{}])", "str({})", "(not {})", "(lambda: {})()", "[{} for z in [1]]", "({})[0]", "f({})"])
-    return shape.format(*(random_value(draw, depth - 1) for _ in range(shape.count("{}"))))
-
-
-def random_test(draw, depth=2):
-    left, right = random_value(draw, 2), random_value(draw, 2)
-    form = draw.randrange(10)
-    if form < 2:
-        return left
-    if form < 8:
-        sign = draw.choice(["==", "==", "==", "!=", "<", "<=", ">", ">=", "is", "is not", "in", "not in"])
-        return f"{left} {sign} {right}"
-    if form == 8 or depth == 0:
-        return f"{left} <= {right} == {random_value(draw, 1)}"
-    return draw.choice(["not ({})", "({}) and ({})", "({}) or ({})", "({}) == ({})", "bool({})"]).format(
-        *(random_test(draw, depth - 1) for _ in range(2)))
+def drawn(draw, word):
+    """A text for a word of the grammar."""
+    return WORDS.sub(lambda match: drawn(draw, match[0]), draw.choice(GRAMMAR[word]))
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_an_empty_answer_passes_no_test_that_can_be_graded(scorer, seed):
     draw = random.Random(seed)
-    calls = [random_test(draw) for _ in range(250)]
+    calls = [drawn(draw, "TEST") for _ in range(250)]
     task = task_of(GRADED, *calls)
     unrelated = "import os\nfrom collections import deque\ndef total(values): return sum(values)\nx = y = 3"
     answers = [GRADED, "", "I do not know.", unrelated]
@@ -395,6 +289,15 @@ def test_a_reference_is_evaluated_once_a_task(scorer, monkeypatch):
     assert codes.count(task["ground_truth"]) == 2
 
 
+def test_parallel_scoring_keeps_order_and_graders_apart(scorer, monkeypatch):
+    monkeypatch.setattr(scorer, "time_limit_s", 0.1)
+    tasks = [task_of(f"def f(): return {i}") for i in range(6)]
+    answers = [f"def f():\n    if {i} % 3 == 0:\n        while True: pass\n    return {i}" for i in range(6)]
+    scores = scorer.score(list(zip(tasks, answers)))
+    assert [score.tests for score in scores] == [[i % 3 != 0] for i in range(6)]
+    assert threading.active_count() < 20
+
+
 def test_a_dead_child_is_an_error_not_a_zero():
     with pytest.raises(RuntimeError, match="child"):
         with Scorer(workers=1) as scorer:
@@ -409,63 +312,19 @@ def test_a_dead_child_is_an_error_not_a_zero():
 
 LOOP = "def f(n):\n    total = 1\n    for i in range(2, n + 1):\n        total *= i\n    return total"
 TEN = task_of(LOOP, *(f"f({n})" for n in range(10)))
-HELPED = task_of("def g(n): return n\ndef f(n): return g(n)", *(f"f({n})" for n in range(10)))
-
-
-ONE = task_of(LOOP, "f(3)")
-NONE = task_of("def f(n): return n or None", "f(0)", "f(1)")
-NAN = task_of("def f(n): return float('nan')", "f(1)")
-ARRAY = task_of("def f(n, array=__import__('numpy').array): return array([n, n])", "f(1)")
-
-
-# METHOD.md, section 6, has the rules: W words that give 0 at once, P the text after ```python, B the text between bare
-# fences, N nothing else is cut, S globals and locals are apart, E equal and not None, A an alarm of a second.
-@pytest.mark.parametrize("answer, task, published, ours", [
-    (LOOP, TEN, 1.0, 1.0),                                                      # none of the rules takes anything away
-    (f"\n\n{LOOP}\n\n", TEN, 1.0, 1.0),                                         # N: blank lines are Python
-    ("import math\ndef f(n): return math.factorial(n)", TEN, 0.0, 1.0),         # S: f sees no global `math`
-    ("def f(n):\n    import math\n    return math.factorial(n)", TEN, 1.0, 1.0),                  # S: a local one
-    ("def g(n): return n\ndef f(n): return g(n)", HELPED, 0.0, 1.0),            # S: the reference's f fails, too
-    ("def f(n): return 1 if n < 2 else n * f(n - 1)", TEN, 0.2, 1.0),           # S: f sees no f; 0! and 1! need none
-    ("LIMIT = 1\ndef f(n): return LIMIT", TEN, 0.0, 0.2),                       # S: no global `LIMIT`
-    ("from typing import List\ndef f(n: List[int]): return 1", TEN, 0.2, 0.2),  # S: annotations are read outside of f
-    *((f"# {words}\n{LOOP}", TEN, 0.0, 1.0) for words in (                      # W, in a comment, also in a longer word
-        "no need to import os", "import oscillations", "from os", "import sys", "from sys", "as in a sudoku",
-        "exit() is not called", "nor quit()", "argparse", "transformers")),
-    (f"I did not import os.\n```python\n{LOOP}\n```", TEN, 0.0, 1.0),           # W comes before P
-    (LOOP + "\nos = sys = None  # import  os", TEN, 1.0, 1.0),                  # not W: two blanks
-    (f"```python\n{LOOP}\n```", TEN, 1.0, 1.0),                                 # P
-    (f"Here it is:\n```python\n{LOOP}\n```", TEN, 1.0, 1.0),                    # P, anywhere
-    (f"```python\n{LOOP}\n```\nDone.", TEN, 1.0, 1.0),                          # P: to the next fence
-    (f"```python\n{LOOP}", TEN, 1.0, 1.0),                                      # P: no next fence, to the end
-    (f"```\n1 / 0\n```\n```python\n{LOOP}\n```", TEN, 1.0, 1.0),                # P comes before B
-    (f"```python\n{LOOP}\n```\n```python\n1 / 0\n```", TEN, 1.0, 1.0),          # P: the first one alone
-    (f"```python\nx = 1\n```\n```python\n{LOOP}\n```", TEN, 0.0, 1.0),          # P: the first one alone
-    (f"```\n{LOOP}\n```", TEN, 1.0, 1.0),                                       # B
-    (f"Here it is:\n```\n{LOOP}\n```\nDone.", TEN, 1.0, 1.0),                   # B, after prose
-    (f"```py\n{LOOP}\n```", TEN, 0.0, 1.0),                                     # B: its first line is the name `py`
-    (f"~~~\n{LOOP}\n~~~", TEN, 0.0, 1.0),                                       # N: a syntax error
-    (f"Here it is:\n\n{LOOP}", TEN, 0.0, 1.0),                                  # N: prose is a syntax error
-    ("    " + LOOP.replace("\n", "\n    "), TEN, 0.0, 1.0),                     # N: columns stay, an indentation error
-    ("class Yes:\n    def __eq__(self, other): return True\ndef f(n, Yes=Yes): return Yes()", TEN, 1.0, 0.0),     # E
-    ("def f(n): return n or None", NONE, 0.5, 1.0),                             # E: not None
-    ("def f(n): return", TEN, 0.0, 0.0),                                        # E
-    ("def f(n): return float('nan')", NAN, 0.0, 1.0),                           # E: NaN is not equal to NaN
-    (ARRAY["ground_truth"], ARRAY, 0.0, 1.0),                                   # E: the comparison raises ValueError
-    ("def f(n): raise SystemExit", TEN, 0.0, 0.0),                              # it ends the evaluation
-    ("import time\ndef f(n, sleep=time.sleep):\n    while True:\n        try:\n            sleep(0.01)\n"
-     "        except Exception: pass",
-     ONE, 0.0, 0.0),                                                            # A is swallowed: it hangs
-    ("def f(n, wait=__import__('time').sleep): wait(3)\n", ONE, 0.0, 0.0),       # A
-])
-def test_published_verdicts(compat, scorer, monkeypatch, answer, task, published, ours):
+@pytest.mark.parametrize("name, calls, references, answers", PUBLISHED, ids=lambda value: str(value)[:40])
+def test_published_verdicts(compat, scorer, monkeypatch, name, calls, references, answers):
     monkeypatch.setattr(sandbox, "CLOCK", 4)                        # 2 s for a call that sleeps
-    assert reward_of(verdicts(compat, answer, task)) == published
-    if "while True" not in answer:
-        assert reward_of(verdicts(scorer, answer, task)) == ours
+    task = task_of(*references, *calls)
+    for number, graded_by in enumerate((compat, scorer)):
+        rows = [row for row in answers if number < len(row[0])]
+        scores = graded_by.score([(task, row[-1]) for row in rows])
+        for (rewards, why, answer), score in zip(rows, scores, strict=True):
+            assert reward_of(score.tests) == rewards[number], (why, answer)
 
 
-def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
+def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("colbench.scorer.num_cores", lambda: 1)     # it starts faster
     answers = {"a": LOOP, "b": "def f(n): raise SystemExit", "c": "import math\ndef f(n): return math.factorial(n)"}
     write_jsonl(tmp_path / "t.jsonl", [
         {"task": {"problem_description": name, **TEN}, "answer": answer,
@@ -482,7 +341,8 @@ def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
 
 # ---- the data check
 
-def test_data_check(tmp_path):
+def test_data_check(tmp_path, monkeypatch):
+    monkeypatch.setattr("colbench.scorer.num_cores", lambda: 1)     # it starts faster
     references = ["def f(n):\n    return n", "def f(n):\n    return 1 // n",
                   "import no_such_package\ndef f(n):\n    return n",
                   "import random\ndef f(n):\n    return random.random()", "def f(n):\n    return False",
