@@ -107,7 +107,7 @@ def test_the_chain_of_each_domain(call, domain, base, num_train, rounds):
 
 def test_one_gpu_has_one_rank(call, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert {command["ranks"] for command in call("sweet", "--chain", "0").values()} == {1}
+    assert {command["ranks"] for command in call("base", "sweet", "--chain", "0").values()} == {1}
 
 
 @pytest.mark.parametrize("flags, line", [
@@ -221,7 +221,7 @@ def test_the_tables(call, capsys):
             ["a", "f", "0", "5", "rft@80", "0.0", "3"], ["a", "f", "1", "5", "rft@80", "1.0", "3"],
             ["a", "f", "1", "6", "rft@80", "1.0", "4"]]
     importlib.import_module("scripts.table").main("o/tasks.csv")
-    assert capsys.readouterr().out.endswith("\nrft@80    0.750  [+0.500, +1.000]    3.33\n")
+    assert " 0.750  [0.500, 1.000]    3.33\n" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
