@@ -86,10 +86,10 @@ SAMPLE = 100
 @functools.cache
 def sample_of_functions():
     """[(source, name), …] of the references of all families, and of 100 top-level functions of Python's standard
-    library with their decorators, at most six of a file."""
+    library with their decorators, at most three of a file."""
     rng, functions = random.Random(0), {}
-    files = [path for path in sorted(pathlib.Path(sysconfig.get_path("stdlib")).rglob("*.py"))
-             if "site-packages" not in path.parts]
+    library = pathlib.Path(sysconfig.get_path("stdlib"))
+    files = sorted([*library.glob("*.py"), *library.glob("[!s]*/*.py")])                       # not site-packages
     rng.shuffle(files)
     while len(functions) < SAMPLE:
         source, in_file = files.pop().read_text("utf-8", "replace"), []
@@ -98,7 +98,7 @@ def sample_of_functions():
         for node in functions_of(source):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             in_file.append(("\n".join(source.split("\n")[first - 1:node.end_lineno]), node.name))
-        functions.update(dict.fromkeys(rng.sample(in_file, min(6, len(in_file)))))
+        functions.update(dict.fromkeys(rng.sample(in_file, min(3, len(in_file)))))
     for task in make_tasks(backend, 14, 5, "train", "some"):
         functions[task["ground_truth"], task["test_cases"]["test1"].partition("(")[0]] = None
     return list(functions)
