@@ -75,8 +75,9 @@ CALLS = [re.split(r"\n(?! )", section[2][0]) for section in SECTIONS if not sect
 def test_golden_verdicts(scorer, name, calls, references, answers):
     for reference in references:
         task = task_of(reference, *calls)
-        for (expected, _, answer), score in zip(answers, scorer.score([(task, row[-1]) for row in answers])):
+        for (expected, why, answer), score in zip(answers, scorer.score([(task, row[-1]) for row in answers])):
             assert all(score.gradeable) and score.tests == expected, (answer, score.faults)
+            assert not why.startswith("said: ") or {why} == {f"said: {fault}" for fault in score.faults}
 
 
 def test_the_fault_of_code_that_does_not_define_its_function_is_the_first(scorer):
@@ -182,16 +183,6 @@ def test_a_comparison_with_a_wrong_value_fails(scorer, call, wrong):
     assert verdicts(scorer, F, task) == [True] * 2 and not verdicts(scorer, f"def f(n): return {wrong}", task)[0]
 
 
-def test_sides_have_the_values_that_the_test_states(scorer):
-    """An equality that holds states both; a side that asks the answer nothing has its value on any answer."""
-    same, fewer = task_of(F, "f(3) == f(-3)"), task_of("from decimal import Decimal\n" + F, "f(2) < Decimal(9)")
-    own = "def Decimal(n): return 10 ** 9\ndef f(n): return 10 ** 8"
-    scores = scorer.score([(same, F), (same, "def f(n): return 0"),
-                           (fewer, F), (fewer, "def f(n): return 5"), (fewer, own)])
-    assert [score.tests for score in scores] == [[True], [False], [True], [True], [False]]
-    assert scores[1].faults == scores[4].faults == ["another value on one side of the comparison"]
-
-
 @pytest.mark.parametrize("result", ["1", "null", '"tuple"', '["tuple"]', '["tuple", 1]', '["tuple", 9, 9]',
                                     '["list", 9, 9]'])
 def test_data_of_a_comparison_is_checked(scorer, result):
@@ -251,16 +242,6 @@ def test_an_empty_answer_passes_no_test_that_can_be_graded(scorer, seed):
     assert [call for call, *passed in zip(calls, empty.tests, nothing.tests, other.tests) if any(passed)] == []
     comparisons = [call for test, call in zip(right.tests, calls) if test and ("==" in call or "<" in call)]
     assert 50 < sum(right.gradeable) and 20 < len(comparisons)          # it does not settle by grading nothing
-
-
-def test_an_answer_does_not_see_what_it_is_compared_with(scorer):
-    spy = ("import sys\ndef f(n):\n    frame = sys._getframe()\n"
-           "    while 'request' not in frame.f_locals: frame = frame.f_back\n"
-           "    calls, reference = [frame.f_locals['request'][key] for key in ('calls', 'reference')]\n"
-           "    return [[call.co_consts for call in calls], reference]")
-    task = task_of("def f(n): return [[(3, 9)], None]", "f(3) == [[(3,)], None]")
-    assert verdicts(scorer, spy, task) == [False]                   # it returned the right side, the reference did not
-    assert scorer.score([(task, spy)])[0].faults == ["another value"]
 
 
 def test_a_reference_is_evaluated_once_a_task(scorer, monkeypatch):
