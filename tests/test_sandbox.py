@@ -45,19 +45,21 @@ HARMLESS = object()                                                 # the attack
 MADE = object()                                                     # and with Landlock, which lets it, "harmless"
 
 
-def read_attacks():
-    """Of attacks.txt: two forms of answers; [(group, body, what its own test must give), …]; [(trace, damage), …]."""
-    _, *forms = pathlib.Path(__file__).with_name("attacks.txt").read_text().split("\n=== ")
-    hostile, damaging, *sections = [form.strip().partition("\n")[::2] for form in forms]
-    *sections, (_, damage) = [(title, f"\n{text}".replace("\n  ", "\n").split("\n- ")[1:]) for title, text in sections]
-    attacks = []
-    for title, bodies in sections:
-        group, _, expected = title.partition(": ")
-        attacks += [(group, body, eval(expected)) for body in bodies]
-    return hostile[1], damaging[1], attacks, [row.split("\n", 1) for row in damage]
+def listed(text):
+    """What stands behind each "- " in a section of attacks.txt."""
+    return [item.replace("\n  ", "\n") for item in f"\n{text}".split("\n- ")[1:]]
 
 
-HOSTILE, DAMAGING, ATTACKS, DAMAGE = read_attacks()
+SECTIONS = {}                                                       # {title: text} of attacks.txt
+for section in pathlib.Path(__file__).with_name("attacks.txt").read_text().split("\n=== ")[1:]:
+    title, _, text = section.strip().partition("\n")
+    SECTIONS[title] = text
+HOSTILE, DAMAGING = SECTIONS.pop("the answer"), SECTIONS.pop("the answer that does damage")
+DAMAGE = [item.split("\n", 1) for item in listed(SECTIONS.pop("damage, behind where it would show"))]
+ATTACKS = []                                                        # (group, body, what its own test must give)
+for title, text in SECTIONS.items():
+    group, _, expected = title.partition(": ")
+    ATTACKS += [(group, body, eval(expected)) for body in listed(text)]
 assert len(ATTACKS) == 154
 
 
