@@ -125,7 +125,10 @@ ROWS = [("tasks", None, text, message) for text, message in (                   
     (("dialogue_history", 1, "output_ids"), [1.5], "not a list of token ids"),
     (("answer",), ..., 'missing "answer"'),
     (("reward",), "1", '"reward" is a str, not a number'), (("reward",), float("nan"), '"reward" is nan'),
-    (("sample",), "0", '"sample" is a str, not a int'), (("max_rounds",), 0, '"max_rounds" is 0'))]
+    (("sample",), "0", '"sample" is a str, not a int'), (("max_rounds",), 0, '"max_rounds" is 0'),
+    (("sample",), 10 ** 30, '"sample" is '), (("image",), 5, '"image" is a int'),
+    (("dialogue_history", 2, "tool"), "x", '"tool" is a str'),
+    (("dialogue_history", 1, "truncated"), {}, '"truncated" is a dict'))]
 
 
 @pytest.mark.parametrize("what, path, new, message", ROWS, ids=range(len(ROWS)))

@@ -12,7 +12,7 @@ import pytest
 from matplotlib import rc_context
 
 from colbench import backend
-from conftest import refused, stage, write
+from conftest import stage, write
 from lib.report import page as report
 from lib.report import plots
 from lib.report.export import as_messages
@@ -191,9 +191,6 @@ FIELDS = [
     ("task.problem_description", "long " * 10 ** 5), ("task.problem_description", "</script><!--<script>"),
     ("dialogue_history.1.content", "\0\x1b\u202e\ud800"), ("dialogue_history.1.content", "y" * 10 ** 6),
     ("dialogue_history.1.render_fault", HOSTILE), ("answer", HOSTILE)]
-REFUSED = [                                                         # by data.TRAJECTORY: no page is made of these
-    ("image", 5), ("sample", 10 ** 30), ("dialogue_history.2.tool", HOSTILE),
-    ("dialogue_history.1.truncated", {"a": "b"}), ("dialogue_history.2.role", HOSTILE)]
 
 
 def test_05_makes_a_page_of_hostile_fields_and_makes_it_anew_as_it_was(tmp_path, monkeypatch):
@@ -213,14 +210,6 @@ def test_05_makes_a_page_of_hostile_fields_and_makes_it_anew_as_it_was(tmp_path,
     path.unlink()
     stage(5).main(flags)
     assert path.read_text(encoding="utf-8") == page
-
-
-def test_05_refuses_fields_of_other_types(tmp_path):
-    path = tmp_path / "a.jsonl"
-    for where, value in REFUSED:
-        line = refused(5, f"a={write(path, [hostile_row(where, value)])}", "--out", tmp_path / "out")
-        assert line.startswith(f"{path}:1: ") and where.rpartition(".")[2] in line
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_advantage_that_no_browser_reads_is_left_out(tmp_path):
