@@ -125,8 +125,8 @@ def test_what_the_bootstrap_draws(monkeypatch):
 
 
 def test_intervals_cover_what_they_claim_to(monkeypatch):
-    """How often the intervals over five runs and the tasks, and over families as well, hold the true difference, .03, in
-    simulations of 14 families of 6 tasks."""
+    """How often the intervals over five runs and the tasks, and over families as well, hold the true difference of .03
+    in simulations of 14 families of 6 tasks."""
     monkeypatch.setattr(statistics, "NUM_RESAMPLES", 200)
     monkeypatch.setattr(statistics, "CHUNK", 200)
     rng, families, inside = np.random.default_rng(0), np.repeat(np.arange(14), 6), np.zeros(2)

@@ -76,17 +76,10 @@ def write_page(folder, data, **variables):
 
 
 def data_of(path):
-    """The data of a page, in which no text is markup."""
+    """The data of a page, in which no text is markup and no number is NaN or infinite."""
     page = path.read_text(encoding="utf-8")
     assert page.count("<script") == page.count("</script") == 2 and "<img" not in page
-    return strict(re.search('id="data">([^<>&\u2028]*)</script>', page)[1])
-
-
-def strict(text):
-    """JSON as a browser reads it: without NaN and Infinity."""
-    def refuse(name):
-        raise ValueError(name)
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(re.search('id="data">([^<>&\u2028]*)</script>', page)[1], parse_constant=pytest.fail)
 
 
 def test_plots_take_the_page_s_colour_and_have_ids_of_their_own():
@@ -141,19 +134,16 @@ def test_turn_advantages_by_hand():
 def test_kinds_of_candidates_by_hand():
     domain = types.SimpleNamespace(turn_kind=lambda task, history, text: text[0], shown=lambda message: message,
                                    all_known=lambda task, history: bool(history))
-
-    def state(history, texts, advantages, marks):
-        candidates = [{"text": text, "chosen": chosen, "rejected": rejected}
-                      for text, (chosen, rejected) in zip(texts, marks)]
-        return {"task": {}, "history": history, "candidates": candidates, "advantages": advantages}
-    states = [state([], ["a1", "<think>b</think>a2", "b"], [3, 2, 2], [(2, 0), (0, 1), (0, 1)]),
-              state(["x"], ["b"], [0.5], [(0, 0)])]
+    candidates = [{"text": text, "chosen": chosen, "rejected": rejected} for text, chosen, rejected in (
+        ("a1", 2, 0), ("<think>b</think>a2", 0, 1), ("b", 0, 1))]
+    states = [{"task": {}, "history": [], "candidates": candidates, "advantages": [3, 2, 2]},
+              {"task": {}, "history": ["x"], "candidates": [{**candidates[2], "rejected": 0}], "advantages": [0.5]}]
     assert kind_lines(states, domain) == [
         "what the pairs say     candidates  rank  chosen  rejected",
         "not all known       a           2  0.62       2         1",
         "not all known       b           1  0.25       0         1",
         "all known           b           1  0.00       0         0"]
-    assert [candidate["kind"] for candidate in states[0]["candidates"]] == ["a", "a", "b"]
+    assert [candidate["kind"] for candidate in candidates] == ["a", "a", "b"]
     domain.turn_kind = lambda task, history, text: None
     assert kind_lines(states, domain) == []
 
@@ -173,24 +163,18 @@ def made_row(task_id, length=3):
     return row
 
 
-def hostile_row(where, value, task_id="x"):
-    """A row whose field `where` ("task.family", say) has this value."""
-    row = {key: value for key, value in made_row(task_id).items() if key not in ("kinds", "known")}
-    *folders, key = where.split(".")
-    place = row
-    for folder in folders:
-        place = place[int(folder) if folder.isdigit() else folder]
-    place[key] = value
-    return row
-
-
-FIELDS = [
-    ("failed", [{"call": HOSTILE}]), ("advantages", ["x"]), ("kinds", [HOSTILE]), ("known", HOSTILE),
-    ("task_id", HOSTILE), ("task_id", "\ud800"), ("task_id", "a\0b\x1b[31m"), ("sample", -1),
-    ("task.family", HOSTILE), ("task.family", "f" * 10 ** 6), ("task.family", "__proto__"), ("task.family", 7),
-    ("task.problem_description", "long " * 10 ** 5), ("task.problem_description", "</script><!--<script>"),
-    ("dialogue_history.1.content", "\0\x1b\u202e\ud800"), ("dialogue_history.1.content", "y" * 10 ** 6),
-    ("dialogue_history.1.render_fault", HOSTILE), ("answer", HOSTILE)]
+def hostile_rows():
+    """Rows whose keys are not 05's own, and with texts and names that are markup, very long or no text."""
+    rows = [made_row(task_id) for task_id in ("x", HOSTILE, "\ud800", "a\0b\x1b[31m", "y", "z")]
+    rows[0] |= {"failed": [{"call": HOSTILE}], "advantages": ["x"], "kinds": [HOSTILE], "known": HOSTILE, "sample": -1,
+                "answer": HOSTILE}
+    for row, family in zip(rows, (HOSTILE, "f" * 10 ** 6, "__proto__", 7)):
+        row["task"]["family"] = family
+    for row, request, said in ((rows[4], "long " * 10 ** 5, "\0\x1b\u202e\ud800"),
+                               (rows[5], "</script><!--<script>", "y" * 10 ** 6)):
+        row["task"]["problem_description"] = request
+        row["dialogue_history"][1] |= {"content": said, "render_fault": HOSTILE}
+    return rows
 
 
 def test_05_makes_a_page_of_hostile_fields_and_makes_it_anew_as_it_was(tmp_path, monkeypatch):
@@ -198,12 +182,12 @@ def test_05_makes_a_page_of_hostile_fields_and_makes_it_anew_as_it_was(tmp_path,
         return [{"reward": 0.0, "tests": [False], "faults": ["wrong value"], "failed": [
             {"call": answer, "expected": answer, "got": None, "said": answer}]} for _, answer in pairs]
     monkeypatch.setattr(backend.Environment, "score", score)
-    write(tmp_path / "a.jsonl", [hostile_row(*field, f"x{number}") for number, field in enumerate(FIELDS)])
+    write(tmp_path / "a.jsonl", hostile_rows())
     path, flags = tmp_path / "out" / "report.html", [f"a={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")]
     stage(5).main(flags)
     page, data = path.read_text(encoding="utf-8"), data_of(path)
     assert len(page.encode()) <= 1_000_000
-    assert len(data["dialogues"]) == len(data["tasks"]) == len(FIELDS) and data["images"] == {}
+    assert len(data["dialogues"]) == len(data["tasks"]) == 6 and data["images"] == {}
     assert all(len(dialogue["turns"]) == 4 for dialogue in data["dialogues"])
     assert "05_evaluate.py a=" in page and time.strftime("%Y-%m-%d)") in page
     (tmp_path / "out" / "COMPLETED").unlink()                       # as a run that was killed
