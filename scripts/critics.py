@@ -1,15 +1,14 @@
-"""Measures on dialogues of held-out tasks whether a base model reads c, and how well critics (03) rank turns.
+"""Measures on dialogues of held-out tasks whether a base model reads c, or how well a critic (03) ranks turns.
 
---gates    reads dialogues (02), writes gates.json: the mean summed log-probability of a turn under a model, without c
-           and with c in front of the dialogue: of the logged questions by their kind, and of the right answer and
-           another task's answer as a first turn.
---critics  reads dialogues of 02 --branch, writes critics.json: the rank correlation (Spearman) of a critic's scores of
-           actions with the mean return of the dialogues that go on from them. It is the mean of a task's states, then
-           the mean over tasks, with its 95 % interval by bootstrap over tasks.
+--gates   reads dialogues (02), writes gates.json: the mean summed log-probability of a turn under a model, without c
+          and with c in front of the dialogue: of the logged questions by their kind, and of the right answer and
+          another task's answer as a first turn.
+--critic  reads dialogues of 02 --branch, writes ranks.json: the rank correlation (Spearman) of the critic's scores of
+          actions with the mean return of the dialogues that go on from them. It is the mean of a task's states, then
+          the mean over tasks, with its 95 % interval by bootstrap over tasks.
 
     python scripts/critics.py --trajectories out/base.jsonl --gates models/tiny --out out/gates
-    python scripts/critics.py --trajectories out/branches.jsonl --critics lm=out/critic yours=out/critic-yours \\
-        --out out/critics
+    python scripts/critics.py --trajectories out/branches.jsonl --critic out/critic --out out/ranks
 """
 import pathlib
 import sys
@@ -19,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402  the repository's modules, wherever this is started
 from colbench import ColBenchError, domain_of, task_id  # noqa: E402
 from lib import data, statistics  # noqa: E402
-from lib.flags import add_overwrite, argument_parser, named_path, text_flag  # noqa: E402
+from lib.flags import add_overwrite, argument_parser, text_flag  # noqa: E402
 from lib.models import encode, end_of_turn, load_model, load_tokenizer, tokenizer_name  # noqa: E402
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json  # noqa: E402
 
@@ -70,9 +69,9 @@ def measure_gates(trajectories, domain, model_name, device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# critics: rank correlation with Monte-Carlo returns
+# a critic: rank correlation with Monte-Carlo returns
 
-def decision_points(path, dialogues, domain, critics):
+def decision_points(path, dialogues, domain):
     """(DecisionPoints, for each of them the mean return of each of its actions) of a file of 02 --branch.
 
     States whose actions have equal returns are left out."""
@@ -85,9 +84,6 @@ def decision_points(path, dialogues, domain, critics):
         ids = tuple(dialogue["dialogue_history"][place]["output_ids"])
         _, returns_of = states.setdefault(state, (dialogue, {}))
         returns_of.setdefault(ids, []).append(float(domain.eval_score(dialogue)))
-    for critic in critics.values():
-        if tokenizer_name(load_tokenizer(critic.folder)) != dialogues[0].get("tokenizer"):
-            raise InputError(f"{path}: the agent's tokenizer is not the one of {critic.folder}")
     points, returns = [], []
     for (_, _, place), (dialogue, returns_of) in states.items():
         action_returns = list(map(statistics.mean, returns_of.values()))
@@ -115,17 +111,6 @@ def return_correlation(points, returns, scores):
     }
 
 
-def read_critics(arguments, domain):
-    """{name: common.Critic} of arguments NAME=DIR."""
-    critics = {}
-    for argument in arguments:
-        name, folder = argument.split("=", 1)
-        critics[name] = common.read_critic(folder, None, domain)
-        if critics[name].is_visual:
-            raise InputError(f"--critics {name}: sees images, and --critics takes critics that read text")
-    return critics
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 def gate_lines(gates, model_name):
@@ -137,24 +122,14 @@ def gate_lines(gates, model_name):
     return [f"{model_name}: log-probability of a turn, of at most {MAX_DIALOGUES} dialogues", *table]
 
 
-def critic_lines(measures):
-    rows = []
-    for name, measure in measures.items():
-        interval = statistics.interval(measure["ci95"])
-        rows.append([name, f"{measure['rank_correlation']:.3f}", interval, str(measure["num_states"])])
-    return [*statistics.aligned(["critic", "rank correlation", "95 %", "states"], rows),
-            "one training run of each critic: the intervals leave other seeds out"]
-
-
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--trajectories", type=text_flag, required=True,
-                        help="dialogues of held-out tasks (02); --critics: of 02 --branch")
+                        help="dialogues of held-out tasks (02); --critic: of 02 --branch")
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--gates", type=text_flag, metavar="MODEL", help="the model whose gates are measured")
-    what.add_argument("--critics", type=named_path, nargs="+", default=[], metavar="NAME=DIR",
-                      help="critics (03) to compare")
+    what.add_argument("--critic", type=text_flag, metavar="DIR", help="the critic (03) whose ranks are measured")
     add_overwrite(parser)
     return parser.parse_args(argv)
 
@@ -169,10 +144,15 @@ def main(argv=None):
     if args.gates:
         if any(domain.turn_kind(row["task"], [], "") is None for row in trajectories):
             raise InputError(f"{path}: --gates needs template tasks (01), which say what a turn is worth")
-    critics = read_critics(args.critics, domain)
-    if critics:
-        points, returns = decision_points(path, trajectories, domain, critics)
-    inputs = [path, args.gates, *(critic.folder for critic in critics.values())]
+    else:
+        critic = common.read_critic(args.critic, None, domain)
+        if critic.is_visual:
+            raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
+        tokenizer = load_tokenizer(args.critic)
+        if tokenizer_name(tokenizer) != trajectories[0].get("tokenizer"):
+            raise InputError(f"{path}: the agent's tokenizer is not the one of {args.critic}")
+        points, returns = decision_points(path, trajectories, domain)
+    inputs = [path, args.gates, args.critic]
     if is_done(vars(args), out, inputs, folder=True):
         return
     begin_output(vars(args), out, inputs, folder=True)
@@ -182,13 +162,13 @@ def main(argv=None):
         write_json(out / "gates.json", gates)
         say(*gate_lines(gates, args.gates))
     else:
-        measures = {}
-        for name, critic in critics.items():
-            critic = common.load_critic(critic, common.load_whole(device))
-            scores = common.score_actions(critic, load_tokenizer(critic.folder), points, MAX_TOKENS, device)
-            measures[name] = return_correlation(points, returns, scores)
-        write_json(out / "critics.json", measures)
-        say(*critic_lines(measures))
+        critic = common.load_critic(critic, common.load_whole(device))
+        scores = common.score_actions(critic, tokenizer, points, MAX_TOKENS, device)
+        ranks = return_correlation(points, returns, scores)
+        write_json(out / "ranks.json", ranks)
+        interval = statistics.interval(ranks["ci95"])
+        say(f"{args.critic}: rank correlation {ranks['rank_correlation']:.3f} {interval}, {ranks['num_states']} states",
+            "one training run: the interval leaves other seeds out")
     (out / "COMPLETED").touch()
     say(f"writes {out}")
 

@@ -1,4 +1,4 @@
-"""scripts/critics.py: gates of a base model, and how critics' scores correlate with the returns of the dialogues that
+"""scripts/critics.py: gates of a base model, and how a critic's scores correlate with the returns of the dialogues that
 02 --branch plays on."""
 import importlib
 import json
@@ -162,36 +162,33 @@ def test_the_correlation_with_returns_by_hand():
     assert measured["ci95"] == pytest.approx([0, 1])
 
 
-def test_critics_are_compared_by_monte_carlo_returns(branches, regression_critic, tmp_path):
-    rows, out = read(branches[0]), tmp_path / "out"
-    words = ["--trajectories", branches[0], "--critics", f"regression={regression_critic}", "--out", out]
+def test_a_critic_is_measured_by_monte_carlo_returns(branches, regression_critic, tmp_path):
+    rows, returns_of = read(branches[0]), {}
+    words = ["--trajectories", branches[0], "--critic", regression_critic, "--out", tmp_path / "out"]
     printed = call(critics, *words)
-    measured = json.loads((out / "critics.json").read_text())["regression"]
-    assert ["regression", f"{measured['rank_correlation']:.3f}"] in [line.split()[:2] for line in printed.splitlines()]
-    returns_of = {}
+    ranks = json.loads((tmp_path / "out" / "ranks.json").read_text())
+    assert f"{regression_critic}: rank correlation {ranks['rank_correlation']:.3f} [" in printed
     for row in rows:
         state = state_of(row)
         ids = tuple(row["dialogue_history"][state[1]]["output_ids"])             # equal candidates are one
         returns_of.setdefault(state, {}).setdefault(ids, []).append(row["reward"] == 1)
     means = [[sum(wins) / len(wins) for wins in own.values()] for own in returns_of.values()]
-    critic = common.read_critic(regression_critic, None, backend)
-    points, returns = critics.decision_points(branches[0], rows, backend, {"regression": critic})
-    assert returns == [own for own in means if len(set(own)) > 1]
-    assert 0 < measured["num_states"] == len(points)
-    scores = common.score_actions(common.load_critic(critic, common.load_whole("cpu")),
-                                  load_tokenizer(str(regression_critic)), points, 4096, "cpu")
-    assert measured["rank_correlation"] == pytest.approx(
-        critics.return_correlation(points, returns, scores)["rank_correlation"])
+    points, returns = critics.decision_points(branches[0], rows, backend)
+    assert returns == [own for own in means if len(set(own)) > 1] and 0 < ranks["num_states"] == len(points)
+    critic = common.load_critic(common.read_critic(regression_critic, None, backend), common.load_whole("cpu"))
+    scores = common.score_actions(critic, load_tokenizer(str(regression_critic)), points, 4096, "cpu")
+    again = critics.return_correlation(points, returns, scores)
+    assert ranks["rank_correlation"] == pytest.approx(again["rank_correlation"])
 
 
-def test_bad_files_and_critics_are_one_line(workspace, branches, regression_critic, tmp_path):
-    logged, played = workspace / "offline.jsonl", read(branches[0])
-    same = write(tmp_path / "same", [{**row, "reward": 0.5} for row in played])
-    other = write(tmp_path / "other", [{**row, "tokenizer": "other"} for row in played])
+def test_bad_files_are_one_line(workspace, branches, regression_critic, tmp_path):
+    logged, rows = workspace / "offline.jsonl", read(branches[0])
+    same = write(tmp_path / "same", [{**row, "reward": 0.5} for row in rows])
+    other = write(tmp_path / "other", [{**row, "tokenizer": "other"} for row in rows])
     for path, line in (
             (logged, "no dialogues of 02_rollout.py --branch"),
             (same, "no state whose candidates differ in return; raise --branch or --samples of 02"),
             (other, f"the agent's tokenizer is not the one of {regression_critic}")):
-        words = ["--trajectories", path, "--critics", f"c={regression_critic}", "--out", tmp_path / "out"]
+        words = ["--trajectories", path, "--critic", regression_critic, "--out", tmp_path / "out"]
         assert refused(critics, *words) == f"{path}: {line}"
     assert not (tmp_path / "out").exists()

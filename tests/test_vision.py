@@ -327,7 +327,7 @@ def test_bad_input_is_one_line(dialogues, vlm, critic, data, tmp_path):
             ("models of text alone", 3, flags(dialogues, vlm, out, "--dry-run", 1)),
             ("policies read and write text alone", 4, sft), (of_functions, 4, sweet), (of_functions, 2, play),
             (of_functions, 5, [f"a={functions}", "--critic", critic[0], *to]),
-            (of_functions, critics, ["--trajectories", functions, "--critics", f"v={critic[0]}", *to])]:
+            (of_functions, critics, ["--trajectories", functions, "--critic", critic[0], *to])]:
         assert message in refused(program, *arguments)
     assert not out.exists()
     with pytest.raises(InputError, match="sees no images"):
