@@ -340,8 +340,8 @@ def main(argv=None):
         return
     environments = []
     for compat in [False, True] if args.compat else [False]:
-        flags = {**vars(args), "compat": compat}
-        environments.append(data.environment(domain, out / "images", out / "scored", flags, device))
+        options = {**vars(args), "compat": compat}
+        environments.append(data.environment(domain, out / "images", out / "scored", options, device))
     begin_output(vars(args), out, inputs, folder=True)
 
     # scores and metrics, on disk before everything that is optional

@@ -2,6 +2,7 @@
 02 --branch plays on."""
 import importlib
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -50,20 +51,16 @@ def test_gates_need_facts_and_say_so_before_anything_is_measured(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_gates_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
+def test_gates_take_each_dialogue_s_own_rounds(workspace):
     """And do without families."""
     rows = [row for row in read(workspace / "offline.jsonl") if len(row["dialogue_history"]) == 4][:3]
     for number, row in enumerate(rows):
         row |= {"task_id": str(number), "max_rounds": 4 + number}
         del row["task"]["family"]
-    asked, prompt_text = [], common.prompt_text
-
-    def noted(tokenizer, row, history):
-        asked.append((history[0]["content"], row["max_rounds"]))
-        return prompt_text(tokenizer, row, history)
-    monkeypatch.setattr(common, "prompt_text", noted)
-    critics.measure_gates(rows, backend, str(BASE), "cpu")
-    assert set(asked) == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
+    with mock.patch.object(common, "prompt_text", wraps=common.prompt_text) as asked:
+        critics.measure_gates(rows, backend, str(BASE), "cpu")
+    asked = {(history[0]["content"], row["max_rounds"]) for (_, row, history), _ in asked.call_args_list}
+    assert asked == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
 
 
 # --- the dialogues that 02 --branch plays on
