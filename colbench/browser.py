@@ -116,7 +116,7 @@ def style_sheet(path, page):
 
 
 def local_answer(url, html):
-    """(text, content type) that answers what a page, `html`, asks for; None: it is refused."""
+    """What Playwright answers a page, `html`, that asks for a URL: its body and content type; None: it is refused."""
     for pattern, name in TAILWIND:
         if re.fullmatch(pattern, urllib.parse.unquote(url)):
             path = pathlib.Path(sys.prefix, "tailwind", name)
@@ -124,10 +124,10 @@ def local_answer(url, html):
                 raise ColBenchError(f"a page asks for {url}, and its copy {path} is not there: without it the "
                                     "screenshot would be another one; `bash tests/run.sh` puts it there (with npm)")
             if path.suffix == ".css":
-                return style_sheet(path, html), "text/css"
-            return path.read_text("utf-8"), "text/javascript"
+                return {"body": style_sheet(path, html), "content_type": "text/css"}
+            return {"body": path.read_text("utf-8"), "content_type": "text/javascript"}
     if PHOTO_HOSTS.match(urllib.parse.urlsplit(url).hostname or ""):
-        return photo(url), "image/svg+xml"
+        return {"body": photo(url), "content_type": "image/svg+xml"}
     return None
 
 
@@ -185,7 +185,7 @@ class Browser:
         self.loop, self.thread, self.specs = asyncio.new_event_loop(), None, {}
         self.tabs, self.free = [None] * num_tabs, asyncio.Semaphore(num_tabs)
         self.alone, self.starting = asyncio.Lock(), asyncio.Lock()
-        self.chromium = self.driver = self.pulse = self.folder = self.name = self.error = None
+        self.chromium = self.driver = self.pulse = self.folder = self.error = None
         self.Error = TimeoutError                                   # Playwright's, once that is there
 
     def call(self, coroutine):
@@ -255,10 +255,10 @@ class Browser:
         self.pulse = await self.chromium.new_browser_cdp_session()
         processes = (await self.pulse.send("SystemInfo.getProcessInfo"))["processInfo"]
         self.pid = next(process["id"] for process in processes if process["type"] == "browser")
-        self.name = f"Chromium {self.chromium.version}"
         fonts = "Liberation" if fonts else ("the system's; without Liberation (apt-get install fonts-liberation) "
                                             "screenshots differ from those of other machines")
-        log.info(f"browser: {self.name}, no network, its sandbox {'on' if sandbox_on else 'off'}, fonts: {fonts}")
+        log.info(f"browser: Chromium {self.chromium.version}, no network, its sandbox {'on' if sandbox_on else 'off'}, "
+                 f"fonts: {fonts}")
 
     async def stop(self):
         """End the browser and its driver, whatever state they are in."""
@@ -360,11 +360,10 @@ class Browser:
         except ColBenchError as error:
             self.error = error
         with contextlib.suppress(self.Error):                       # the page may be gone
-            if not answer:
+            if answer:
+                await route.fulfill(**answer, headers={"access-control-allow-origin": "*"})
+            else:
                 await route.abort("aborted")                        # for a navigation, too: the page stays where it is
-                return
-            text, content_type = answer
-            await route.fulfill(body=text, content_type=content_type, headers={"access-control-allow-origin": "*"})
 
     async def evaluate(self, tab, expression):
         """The JSON value of a JavaScript expression, or of the promise that it is, in the world of our own scripts."""
@@ -391,9 +390,9 @@ class Browser:
             size = (await tab.session.send("Page.getLayoutMetrics"))["cssContentSize"]
             width = min(max(size["width"], VIEWPORT["width"]), MAX_WIDTH_PX)
             height = min(max(size["height"], VIEWPORT["height"]), MAX_HEIGHT_PX)
-            options = {"format": "png", "captureBeyondViewport": True,
-                       "clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}}
-            png = (await tab.session.send("Page.captureScreenshot", options))["data"]
+            clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+            png = (await tab.session.send("Page.captureScreenshot", {
+                "format": "png", "captureBeyondViewport": True, "clip": clip}))["data"]
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f"{path.name}.{os.getpid()}-{id(tab)}.partial")
             partial.write_bytes(base64.b64decode(png))

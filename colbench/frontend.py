@@ -87,22 +87,8 @@ def last_page(history):
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks: families of pages, and the slots that their ideas leave out
 
-def page_slot(topic, sentence, names):
-    """(topic, {code: (what the user calls it, how an idea states it)}) of a slot.
-
-    names: {code: what the user calls it}, or codes that are called what they are."""
-    if not isinstance(names, dict):
-        names = dict(zip(names, names))
-    options = {}
-    for code, name in names.items():
-        statement = f"There should be {name}." if name == f"no {topic}" else sentence.format(name)
-        options[code] = (name, statement)
-    return topic, options
-
-
 PAGE = string.Template(beside("page.html"))            # {slots}, and $texts of the family
-PAGES = json.loads(beside("pages.json"))               # slot: [topic, how an idea states it, values]; families; texts
-PAGE_SLOTS = {slot: page_slot(*given) for slot, given in PAGES["slots"].items()}
+PAGES = json.loads(beside("pages.json"))               # slots, families; texts
 FAMILIES = PAGES["families"]
 
 
@@ -111,8 +97,10 @@ def make_task(rng, name, told, accept):
     family = FAMILIES[name]
     cards = "".join(f"<article>{card}</article>" for card in family["cards"])
     template = PAGE.substitute(family, cards=cards)                 # with a field for each slot
-    slots = PAGE_SLOTS | {"title": page_slot("title", 'The title should be "{}".', family["titles"])}
-    codes = {slot: rng.choice(list(options)) for slot, (_, options) in slots.items()}
+    titles = {title: title for title in family["titles"]}
+    # slot: topic, how an idea states it, {code: what the user calls it}
+    slots = PAGES["slots"] | {"title": ["title", 'The title should be "{}".', titles]}
+    codes = {slot: rng.choice(list(names)) for slot, (_, _, names) in slots.items()}
     page = template.format(**codes)
     task_id = hashlib.sha256(page.encode()).hexdigest()[:16]
     if reason := accept(task_id):
@@ -122,23 +110,25 @@ def make_task(rng, name, told, accept):
     some = rng.sample(sorted(slots), num_told)                      # drawn even where `told` does not ask for it
     told_slots = {"none": [], "some": some, "all": list(slots)}[told]
     rows = []
-    for slot, (topic, options) in slots.items():
+    for slot, (topic, _, names) in slots.items():
         code = codes[slot]
-        guesses = [code, *sorted(options.keys() - {code})]
+        guesses = [code, *sorted(names.keys() - {code})]
         rows.append({
             "slot": slot,
             "topic": topic,
             "code": code,
             "guesses": guesses,
-            "names": [options[guess][0] for guess in guesses],
+            "names": [names[guess] for guess in guesses],
             "told": slot in told_slots,
         })
     opening = rng.choice(PAGES["openings"])
     sentences = [opening.format(rng.choice(family["ideas"]))]
     for slot in told_slots:
-        _, options = slots[slot]
-        _, statement = options[codes[slot]]
-        sentences.append(statement)
+        topic, statement, names = slots[slot]
+        value = names[codes[slot]]
+        if value == f"no {topic}":
+            statement = "There should be {}."
+        sentences.append(statement.format(value))
     return {
         "task_id": task_id,
         "problem_description": " ".join(sentences),
@@ -325,11 +315,10 @@ def last_values(task, history):
     """(page_values of the last page that was sent, or None; what the user has said since)."""
     values, replies = None, []
     for turn in history:
-        sent = page_values(task, turn["content"]) if turn["role"] == "assistant" else None
-        if sent:
-            values, replies = sent, []
         if turn["role"] == "user":
             replies.append(turn["content"])
+        elif sent := page_values(task, turn["content"]):
+            values, replies = sent, []
     return values, " ".join(replies)
 
 
@@ -444,10 +433,8 @@ def eval_score(trajectory):
 
 def measure(trajectories):
     answers = [trajectory for trajectory in trajectories if trajectory["answer"]]
-    faults = collections.Counter()
-    for answer in answers:
-        if answer.get("render_fault"):
-            faults[answer["render_fault"]] += 1
+    faults = collections.Counter(answer.get("render_fault") for answer in answers)
+    del faults[None]
     failed_tasks = {task_id(trajectory["task"]) for trajectory in trajectories if not trajectory["reference_image"]}
     metrics = {"no_page": 1 - len(answers) / len(trajectories),
                "failed_renders": sum(not answer["image"] for answer in answers),
@@ -501,7 +488,8 @@ class Environment(defaults.Environment):
         rewards = await asyncio.to_thread(self.scorer.score, image_pairs)
         rows = []
         for (_, answer), (reference, image), reward in zip(pairs, image_pairs, rewards):
-            row = {"reward": reward, "similarity": self.scorer.name, "image": self.path_in_row(image),
+            row = {"reward": reward, "similarity": self.scorer.name,
+                   "image": self.path_in_row(image),
                    "reference_image": self.path_in_row(reference)}
             if renders[answer].fault:
                 row["render_fault"] = renders[answer].fault

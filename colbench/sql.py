@@ -124,7 +124,8 @@ def fill(rng, words, codes, shape):
         children.append([number, key, *amounts, *days])
     tables = {words["parents"]: parents, words["children"]: children}
     if "places" in words:
-        for parent, place in zip(parents, rng.sample(4 * [1, 2, 3, 4, 5], num_parents)):
+        place_of = rng.sample(4 * [1, 2, 3, 4, 5], num_parents)
+        for parent, place in zip(parents, place_of):
             parent.append(place)
         places = rng.sample(PLACES, 5)
         tables[words["places"]] = [list(place) for place in enumerate(places, 1)]
@@ -211,23 +212,24 @@ def put_sum_at(rng, children, limit):
 # hidden databases: drawn until they tell the reference from wrong queries
 
 def shapes_of(query):
-    """The shapes of the hidden databases for a query, from the last one to the first."""
+    """[(shape, of how many draws one is taken)] of the hidden databases for a query, from the last one to the first."""
     if "{year}" in query:
         special = "quiet"
     elif "ORDER BY" in query:
         special = "wide"
     else:
         special = "plain"
-    return ["empty", special] + ["plain"] * (NUM_HIDDEN - 2)
+    plain = [("plain", FEW_DRAWS)] * (NUM_HIDDEN - 3)
+    return [("empty", 1), (special, FEW_DRAWS), *plain, ("plain", MANY_DRAWS)]
 
 
 def draw_hidden(draw, shapes, agreeing_on, rivals):
-    """Hidden databases of these shapes such that each of the queries `rivals` gives other rows than the reference on
-    one of them; None if a rival is left. draw(shape) makes one; agreeing_on(tables, queries) are those that agree.
+    """Hidden databases of shapes_of such that each of the queries `rivals` gives other rows than the reference on one
+    of them; None if a rival is left. draw(shape) makes one; agreeing_on(tables, queries) are those that agree.
 
     Of several databases of a shape the one is taken on which the fewest rivals agree with the reference."""
-    hidden, num_draws = [], [1] + [FEW_DRAWS] * (len(shapes) - 2) + [MANY_DRAWS]
-    for shape, most_draws in zip(shapes, num_draws):
+    hidden = []
+    for shape, most_draws in shapes:
         fewest = None
         for _ in range(most_draws):
             tables = draw(shape)
@@ -462,8 +464,9 @@ class Script(dialogue.ScriptedAgent):
     known_facts = staticmethod(known_facts)
 
     def ask(self, fact, history, rng, is_new):
-        opener = rng.choice(OPENERS) if is_new and len(history) > 1 and fact["by"] == "ask" else ""
-        return opener + asking(fact, rng)
+        if is_new and len(history) > 1 and fact["by"] == "ask":
+            return rng.choice(OPENERS) + asking(fact, rng)
+        return asking(fact, rng)
 
     def useless(self, task, known, history, rng):
         facts = task["facts"]
@@ -541,7 +544,9 @@ def doubt_of(task):
     """Why right answers to a task may be graded wrong: a database leaves open which rows the reference gives, or their
     order. The pragma shows it only where no ORDER BY stands, so that ties are sorted up and down, too."""
     reference = task["ground_truth"]
-    runs = [((), 1, reference), (["reverse_unordered_selects = 1"], 1, reference), ((), 1, with_ties(reference)),
+    runs = [((), 1, reference),
+            (["reverse_unordered_selects = 1"], 1, reference),
+            ((), 1, with_ties(reference)),
             ((), -1, with_ties(reference))]
     for number, tables in enumerate(task["databases"][1:], 1):
         results = []
@@ -619,12 +624,10 @@ class Environment(backend.Environment):
 
     def look(self, task, query):
         """The rows of a query on the example database, as a table or an error."""
-        code = program(task, task["databases"][:1], query)
-        children = self.scorer.workers.get()
-        try:
-            [(status, text)], _ = self.scorer.run(children[1], code, ["table()"], [])
-        finally:
-            self.scorer.workers.put(children)
+        def run(children):
+            return self.scorer.run(children[1], program(task, task["databases"][:1], query), ["table()"], [])
+
+        [([(status, text)], _)] = self.scorer.for_each(run, [()])
         if status == "ok":
             return text
         reason = text.partition(": ")[2] or text

@@ -70,9 +70,13 @@ def canonical(names, rows, ordered):
     """Rows in a form that is equal for equal results: columns and (unless `ordered`) rows in an order of their own."""
     rows = [list(map(plain_number, row)) for row in rows]
     numbers = range(len(names))
+
+    def cells(i):
+        return sorted(repr(row[i]) for row in rows)
+
     orders = itertools.permutations(numbers)
     if len(names) > 5:                                              # too many to try: by what the columns hold
-        orders = [sorted(numbers, key=lambda i: sorted(repr(row[i]) for row in rows))]
+        orders = [sorted(numbers, key=cells)]
     tables = []
     for order in orders:
         table = [[row[i] for i in order] for row in rows]
@@ -82,11 +86,10 @@ def canonical(names, rows, ordered):
 
 def as_table(names, rows):
     """Rows as the agent sees them: at most 8, and 600 characters."""
-    lines = [" | ".join(names)]
+    lines = [" | ".join(names)[:200]]
     for row in rows[:8]:
         cells = ["NULL" if cell is None else str(cell) for cell in row]
-        lines.append(" | ".join(cells))
-    lines = [line[:200] for line in lines]
+        lines.append(" | ".join(cells)[:200])
     if not rows:
         lines.append("(no rows)")
     elif len(rows) > 8:

@@ -119,9 +119,10 @@ def written_task(reply, ended):
     if len(calls) < NUM_TESTS:
         return f"too few tests: {len(calls)}"
     task_id = hashlib.sha256(code.encode(errors="replace")).hexdigest()[:16]
-    test_cases = {f"test{number}": call for number, call in enumerate(list(calls)[:NUM_TESTS], 1)}
+    test_names = [f"test{number}" for number in range(1, NUM_TESTS + 1)]
     return {"task_id": task_id, "problem_description": description.strip(), "ground_truth": code,
-            "test_cases": test_cases, "written_tests": len(calls)}
+            "test_cases": dict(zip(test_names, calls)),
+            "written_tests": len(calls)}
 
 
 def repeat_reason(task, seen):

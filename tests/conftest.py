@@ -39,9 +39,9 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """The longest files come first, so that no worker is left alone with one at the end."""
     longest = [f"test_{name}.py" for name in (
-        "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql", "sql_answers",
+        "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql",
         "forks",
-        "05", "03", "04", "02", "report", "report_page", "sampler", "study", "frontend", "reference", "bad_input")]
+        "05", "03", "04", "02", "report", "report_page", "sampler", "study", "pages", "reference", "bad_input")]
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
 
 
@@ -215,6 +215,11 @@ def dies(owner, name, calls=0):
         yield
 
 
+def turns(*texts):
+    """What is said in a dialogue, which begins with the user."""
+    return [{"role": role, "content": text} for role, text in zip(itertools.cycle(("user", "assistant")), texts)]
+
+
 FUNCTION = {"problem_description": "?", "ground_truth": "def f(n):\n    return n",
             "test_cases": {"a": "f(1)", "b": "f(2)"}}
 
@@ -222,8 +227,8 @@ FUNCTION = {"problem_description": "?", "ground_truth": "def f(n):\n    return n
 def trajectory(task_id, answer, **more):
     """A dialogue of one turn about FUNCTION."""
     from colbench import backend
-    return {"task_id": task_id, "task": FUNCTION, "answer": answer, "dialogue_history": [
-        {"role": "user", "content": "?"}, {"role": "assistant", "content": f"{backend.MARKER}\n{answer}"}], **more}
+    history = turns("?", f"{backend.MARKER}\n{answer}")
+    return {"task_id": task_id, "task": FUNCTION, "answer": answer, "dialogue_history": history, **more}
 
 
 def made_once(tmp_path_factory, name, make):

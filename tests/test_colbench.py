@@ -1,16 +1,19 @@
-"""01_generate_tasks.py --source colbench: files in the published format (tests/colbench, written by us) become ours."""
+"""Data of others become ours: the published format (--source colbench; the files in tests/colbench are written by us),
+WebSight's pages, and dialogues that another program has made, as {"messages", "reward", "c"}."""
 import collections
 import json
 import random
+import re
 import shutil
 
 import pytest
 from transformers import AutoTokenizer
 
 import common
-from colbench import task_id
-from conftest import BASE, call, read, refused, ROOT, stage, write
+from colbench import ColBenchError, published, task_id
+from conftest import BASE, call, read, refused, ROOT, stage, trajectory, turns, write
 from lib.data import read_trajectories
+from lib.runtime import InputError
 
 COPY = ROOT / "tests" / "colbench"
 TRAIN, TEST = COPY / "backend_tasks" / "train.jsonl", COPY / "backend_tasks" / "test.jsonl"
@@ -21,8 +24,8 @@ TEST_IDS = ["0bdbd1847c802fec", "d08d84b76399fada", "f67bc90d779da626"]
 SYSTEM = "Help the person with one Python function. Ask short questions, then give the answer."
 
 
-def take(*arguments, out, path=COPY):
-    take.printed = call(1, "--source", "colbench", "--path", path, *arguments, "--out", out)
+def take(*arguments, out, path=COPY, source="colbench"):
+    take.printed = call(1, "--source", source, "--path", path, *arguments, "--out", out)
     return read(out)
 
 
@@ -32,25 +35,31 @@ def take(*arguments, out, path=COPY):
     ("train", [TRAIN], TRAIN_IDS), ("test", [TEST], TEST_IDS), ("all", [TRAIN, TEST], TRAIN_IDS + TEST_IDS)])
 def test_tasks_are_taken_as_they_are(split, files, ids, tmp_path):
     tasks = take("--split", split, out=tmp_path / "t.jsonl")
-    published = [task for file in files for task in read(file)]
-    assert tasks == [{**task, "task_id": name} for task, name in zip(published, ids, strict=True)]
-    assert ids == [task_id(task) for task in published]
+    rows = [task for file in files for task in read(file)]
+    assert tasks == [{**task, "task_id": name} for task, name in zip(rows, ids, strict=True)]
+    assert ids == [task_id(task) for task in rows]
 
 
 def test_path_is_a_folder_a_flat_folder_or_a_file(tmp_path):
     (tmp_path / "flat").mkdir()
     shutil.copy(TEST, tmp_path / "flat" / "test.jsonl")
     expected = take("--split", "test", out=tmp_path / "a")
-    assert expected == take("--split", "test", path=tmp_path / "flat", out=tmp_path / "b")
-    assert expected == take(path=TEST, out=tmp_path / "c")
-    assert expected == take("--split", "test", path=tmp_path / "c", out=tmp_path / "d")                # our own output
-
-
-def test_a_task_id_is_kept_and_repeats_are_not_dropped(tmp_path):
-    first, second = read(TEST)[:2]
-    rows = [{**first, "task_id": "bread"}, second, second]
-    tasks = take(path=write(tmp_path / "in.jsonl", rows), out=tmp_path / "t.jsonl")
+    for number, path in enumerate((tmp_path / "flat", TEST, tmp_path / "a")):                    # the last: our output
+        assert take("--split", "test", path=path, out=tmp_path / str(number)) == expected
+    first, second, _ = read(TEST)                                   # a task_id is kept, and repeats are not dropped
+    path = write(tmp_path / "in", [{**first, "task_id": "bread"}, second, second])
+    tasks = take(path=path, out=tmp_path / "t")
     assert [task["task_id"] for task in tasks] == ["bread", TEST_IDS[1], TEST_IDS[1]]
+
+
+def test_pages_and_functions_are_told_apart(tmp_path):
+    rows = [{"problem_description": "A page.", "ground_truth": f"<p>{i}</p><img src='https://a.com/9x9'>"}
+            for i in range(3)]
+    path = write(tmp_path / "test.jsonl", rows)
+    line = refused(1, "--source", "colbench", "--path", path, "--out", tmp_path / "t.jsonl")
+    assert line.endswith("test.jsonl: no tasks of --domain backend; pass --path FILE with such tasks")
+    tasks = take("--domain", "frontend", path=path, out=tmp_path / "t.jsonl")
+    assert [{key: task[key] for key in rows[0]} for task in tasks] == rows
 
 
 def test_num_tasks_takes_the_first_of_a_seeded_shuffle(tmp_path, offline):
@@ -75,27 +84,22 @@ def offline(tmp_path_factory):
     return out
 
 
-def test_blocks_become_samples_and_missing_rewards_are_computed(offline, tmp_path):
-    rows, published = read(offline), read(OFFLINE)
-    assert [row["task_id"] for row in rows] == TRAIN_IDS[:4] * 2
+def test_blocks_become_samples_and_rows_keep_every_key(offline, tmp_path):
+    rows, logged = read(offline), read(OFFLINE)
+    assert [row["task_id"] for row in rows] == TRAIN_IDS[:4] * 2 == [task_id(row["task"]) for row in rows]
     assert [row["sample"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [row["reward"] for row in rows] == [1.0, 0.5, 0.5, 1.0, 0.25, 0.0, 0.5, 0]
     assert {n: row["tests"] for n, row in enumerate(rows) if "tests" in row} == {
         1: [True, True, False, False], 3: [True] * 4, 4: [False, False, False, True]}
-    uneven = write(tmp_path / "uneven.jsonl", [published[0], *published[5:], published[0]])
-    assert [row["sample"] for row in take("--trajectories", path=uneven, out=tmp_path / "b")] == [0, 0, 0, 0, 1]
-
-
-def test_rows_keep_every_key_and_other_stages_read_them(offline):
     ours = {"task_id", "sample", "reward", "tests", "faults"}
-    for row, published in zip(read(offline), read(OFFLINE), strict=True):
-        assert {**row, **published} == row and set(row) <= set(published) | ours
+    for row, logged_row in zip(rows, logged, strict=True):
+        assert {**row, **logged_row} == row and set(row) <= set(logged_row) | ours
         for turn in row["dialogue_history"]:
-            assert set(turn) == ({"role", "content", "input", "output"} if turn["role"] == "assistant" else
-                                 {"role", "content"})
-        assert row["task_id"] == task_id(row["task"])
-    assert read(offline)[2]["source"] == "trial run"
-    assert read_trajectories(offline) == read(offline)
+            more = {"input", "output"} if turn["role"] == "assistant" else set()
+            assert set(turn) == {"role", "content"} | more
+    assert rows[2]["source"] == "trial run" and read_trajectories(offline) == rows
+    uneven = write(tmp_path / "uneven.jsonl", [logged[0], *logged[5:], logged[0]])
+    assert [row["sample"] for row in take("--trajectories", path=uneven, out=tmp_path / "b")] == [0, 0, 0, 0, 1]
 
 
 def test_the_logged_system_prompt_is_written_beside(offline, tmp_path):
@@ -117,11 +121,11 @@ def test_another_template_gets_the_logged_system_prompt(offline):
     without our note on the last round."""
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.chat_template = tokenizer.chat_template.replace("message.role != 'system'", "true")
-    trajectory, counts = read_trajectories(offline)[2], collections.Counter()
-    turns = common.agent_turns(tokenizer, {**trajectory, "max_rounds": 3}, counts)
+    counts = collections.Counter()
+    prompts = common.agent_turns(tokenizer, {**read_trajectories(offline)[2], "max_rounds": 3}, counts)
     assert counts == {"rendered again": 3}
-    assert all(prompt.startswith(f"<|system|>{SYSTEM}<|end|><|user|>") and "last round" not in prompt
-               for prompt, _ in turns)
+    for prompt, _ in prompts:
+        assert prompt.startswith(f"<|system|>{SYSTEM}<|end|><|user|>") and "last round" not in prompt
 
 
 # --- refused
@@ -153,15 +157,116 @@ def test_flags_of_colbench_need_it(capsys):
         assert "needs --source colbench" in capsys.readouterr().err
 
 
-def test_bad_rows_are_one_line(tmp_path):
-    """test_bad_input.py has more."""
-    task, row = read(TEST)[1], read(OFFLINE)[1]
-    del task["ground_truth"], row["task"]["test_cases"]
-    for file, flags, bad, line in (
-            (TEST, [], task, 'missing "ground_truth"'),
-            (OFFLINE, ["--trajectories"], row,
-             'task: missing "test_cases", or what a task of another domain has (backend, frontend, sql)')):
-        path = write(tmp_path / "bad.jsonl", [read(file)[0], bad])
-        said = refused(1, "--source", "colbench", *flags, "--path", path, "--out", tmp_path / "t.jsonl")
-        assert said.startswith(f"{path}:2: ") and said.endswith(line)
-        assert list(tmp_path.iterdir()) == [path]
+# --- WebSight
+
+SITE = [("<html><img src='https://source.unsplash.com/random/300x200/?tea'></html>", "Tea: a shop."),
+        ("<html><p>Two</p></html>", " Two. "), ("", "Nothing."), ("<html><p>Two</p></html>", "Two again."),
+        ("<html>No idea</html>", None), ("Sorry, I cannot.", "A page."), ("<html><p>Four</p></html>", "Four.")]
+SITE = [{"text": text, "llm_generated_idea": idea} for text, idea in SITE]
+KEPT = [{"task_id": "933782ab14981e1a", "problem_description": "Tea: a shop.",
+         "ground_truth": "<html><img src='https://picsum.photos/id/48/300/200'></html>"},
+        {"task_id": "a7341a2621e47e0a", "problem_description": "Two.", "ground_truth": "<html><p>Two</p></html>"},
+        {"task_id": "288167236c210403", "problem_description": "Four.", "ground_truth": "<html><p>Four</p></html>"}]
+
+
+def test_websight_from_jsonl_and_parquet(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    jsonl, folder = write(tmp_path / "site.jsonl", SITE), tmp_path / "v0.2"
+    folder.mkdir()
+    for name, rows in (("b", SITE[4:]), ("a", SITE[:4])):           # read in the order of the names
+        table = pyarrow.Table.from_pylist([{**row, "image": {"bytes": b"png"}} for row in rows])
+        parquet.write_table(table, folder / f"{name}.parquet")
+    for number, (path, split, tasks) in enumerate((
+            (folder, "train", KEPT[:2]), (folder / "a.parquet", "all", KEPT[:2]), (jsonl, "test", KEPT[2:]),
+            (jsonl, "all", KEPT))):
+        flags = "--split", split, "--num-tasks", len(tasks)
+        assert take(*flags, source="websight", path=path, out=tmp_path / str(number)) == tasks
+    assert [int(task["task_id"], 16) % 100 for task in KEPT] == [66, 50, 95]
+    assert "7 rows in the order of the data set: 3 kept, 2 empty, 1 repeated, 1 no page\n" in take.printed
+
+
+def test_websight_is_refused_in_one_line(tmp_path):
+    (bad := tmp_path / "x.parquet").write_text("no parquet")
+    (empty := tmp_path / "empty").mkdir()
+    site = write(tmp_path / "site.jsonl", SITE)
+    for flags, line in (([], r"HuggingFaceM4/WebSight: cannot be read \(.*--path FOLDER/v0.2"),
+                        (["--path", empty], f"{empty}: no .parquet files in it"),
+                        (["--path", "no/such"], "no/such: no such file or folder"),
+                        (["--path", bad], rf"{bad}: cannot be read \(.*"),
+                        (["--path", site, "--num-tasks", 4], f"--num-tasks 4: there are only 3 tasks in {site} "
+                         r"\(rows: 3 kept, 2 empty, 1 repeated, 1 no page\)")):
+        assert re.fullmatch(line, refused(1, "--source", "websight", "--out", tmp_path / "t.jsonl", *flags))
+    assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.jsonl.args.json").exists()
+
+
+def test_other_addresses_stay_and_a_tag_can_name_the_size():
+    for page in ('<img src="logo.png">', '<script src="https://cdn.com/10x10.js"></script>',
+                 '<style>@import url("https://fonts.googleapis.com/css2"); a {src: url(https://a.com/b.woff)}</style>'):
+        assert published.one_photo(page) == page
+    assert published.one_photo('<img width="30" height=20 src="https://a.com/x">') == (
+        '<img width="30" height=20 src="https://picsum.photos/id/48/30/20">')
+
+
+# --- dialogues that another program has made
+
+def dialogue(request, reply, reward, system="Be brief.", **more):
+    messages = turns(request, "What is the fee?", "12", reply)
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return {"messages": messages, "reward": reward, **more}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path / "own.jsonl", [
+        dialogue(f"the price of {number}", reply, reward, c=f"the fee is {number}")
+        for number in range(8) for reply, reward in (("Please use 12 for the fee.", 0.75), ("12 and <script>", 0.25))])
+
+
+def test_a_dialogue_is_what_the_file_says(path, tiny):
+    [first, second, third, *_] = read_trajectories(path)
+    assert first["task_id"] == second["task_id"] != third["task_id"] and (first["sample"], second["sample"]) == (0, 1)
+    assert [first["reward"], second["reward"]] == [0.75, 0.25] and first["system_prompt"] == "Be brief."
+    assert [turn["role"] for turn in first["dialogue_history"]] == ["user", "assistant", "user", "assistant"]
+    chat = common.agent_chat(first, first["dialogue_history"][:3])
+    assert [message["content"] for message in chat] == ["Be brief.", "the price of 0", "What is the fee?", "12"]
+    assert common.trajectory_pairs([first, second], path) == [(0, 1)]
+    assert "the fee is 0" in common.hidden_info(first["task"]) and common.hidden_info({**first["task"],
+                                                                                    "ground_truth": ""}) == ""
+
+
+def test_without_a_system_message_there_is_none(path):
+    [row] = read_trajectories(write(path, [dialogue("a", "b", 1, system="")]))
+    assert [message["role"] for message in common.agent_chat(row, row["dialogue_history"][:1])] == ["user"]
+
+
+def test_all_stages_take_it(path, tmp_path):
+    flags = ["--trajectories", path, "--model", BASE, "--epochs", 1, "--lr", 1e-4]
+    printed = call(3, *flags, "--out", tmp_path / "critic")
+    assert "32 rendered again without their system prompt, which the template leaves out" in printed
+    call(4, "--method", "mtdpo", *flags, "--out", tmp_path / "mtdpo")
+    call(4, "--method", "sweet", *flags, "--critic", tmp_path / "critic", "--max-new-tokens", 8,
+            "--num-candidates", 4, "--out", tmp_path / "sweet")
+    printed = call(5, f"mine={path}", "--critic", tmp_path / "critic", "--out", tmp_path / "report")
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["mine"]
+    assert metrics["mean_reward"] == 0.5 and metrics["n"] == 16 and "0.500" in printed
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "the price of 3" in page and "12 and <script>" not in page
+
+
+OWN = dialogue("a", "b", 1)
+
+
+@pytest.mark.parametrize("rows, fault", [
+    ([{**OWN, "reward": "good"}], '1: "reward" is a str'),
+    ([{**OWN, "messages": []}], '1: "messages" must begin with'),
+    ([{**OWN, "messages": OWN["messages"][2:]}], '1: "messages" must begin with'),
+    ([{**OWN, "messages": [{"role": "tool", "content": "a"}]}], '1: messages: item 0: "role"'),
+    ([{**OWN, "c": 1}], '1: "c" is a int'),
+    ([trajectory("t", "", reward=1), OWN], "2: task: a task of another domain"),
+    ([trajectory("t", "", reward=1, task={"problem_description": "?", "ground_truth": "def f(): 0"})],
+     '1: task: missing "test_cases", or what a task of another domain has (backend, frontend, sql)')])
+def test_rows_that_are_none_or_of_two_kinds_are_refused_in_one_line(path, rows, fault):
+    with pytest.raises((InputError, ColBenchError)) as error:
+        read_trajectories(write(path, rows))
+    assert str(error.value).startswith(f"{path}:{fault}")

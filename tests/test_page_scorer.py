@@ -11,33 +11,24 @@ import torch
 from colbench import ColBenchError, frontend
 from colbench.browser import Browser, Render
 from colbench.similarity import PageScorer, pixel_similarity
-from conftest import call, read, refused, stage
+from conftest import call, read, refused, trajectory, turns, write
 from lib import statistics
-from lib.runtime import write_jsonl
 
 Image = pytest.importorskip("PIL.Image", reason="pip install -r scripts/frontend.txt")
 Draw = pytest.importorskip("PIL.ImageDraw")
 pytest.importorskip("skimage")
-evaluate = stage(5)
 
 
-def picture(path, header="navy", back="white", card="khaki", left=True, footer="maroon", columns=3, height=720):
-    """A drawn screenshot of a page: header, sidebar, cards in columns, footer."""
+def picture(path, header="navy", back="white", card="khaki", side="left", columns=3, height=720):
+    """A drawn screenshot of a page: header, sidebar, cards in columns."""
     image = Image.new("RGB", (1280, height), back)
     draw = Draw.Draw(image)
     draw.rectangle((0, 0, 1279, 99), fill=header)
-    draw.rectangle((0, height - 60, 1279, height - 1), fill=footer)
-    draw.rectangle((0, 100, 219, 659) if left else (1060, 100, 1279, 659), fill="lightgray")
-    width = 800 // columns
-    for i in range(columns):
-        x = (250 if left else 20) + i * (width + 10)
-        draw.rectangle((x, 130, x + width - 10, 500), fill=card)
-        draw.text((x + 10, 150), f"Card {i}", fill="black", font_size=40)
+    draw.rectangle((0, 100, 219, 659) if side == "left" else (1060, 100, 1279, 659), fill="lightgray")
+    for x in range(250, 1050, 800 // columns):
+        draw.rectangle((x, 130, x + 800 // columns - 10, 500), fill=card)
     image.save(path)
     return str(path)
-
-
-CHANGES = {"header": "darkgreen", "back": "lightblue", "card": "white", "left": False, "footer": "black", "columns": 2}
 
 
 # --- pixels
@@ -68,15 +59,11 @@ def test_pixels_are_symmetric_and_within_bounds(tmp_path):
 
 
 def test_pixels_fall_with_every_aspect_that_differs(tmp_path):
-    reference, scorer, means = picture(tmp_path / "reference.png"), PageScorer("pixels"), []
-    for number in (0, 1, 2, len(CHANGES)):
-        paths = [picture(tmp_path / f"{number} {i}.png", **{name: CHANGES[name] for name in names})
-                 for i, names in enumerate(itertools.combinations(CHANGES, number))]
-        scores = scorer.score([(reference, path) for path in paths])
-        means.append(sum(scores) / len(scores))
-        assert number != 1 or max(scores) < 0.99                                  # each aspect is seen
-    assert means[0] == 1 and all(more > less + 0.02 for more, less in zip(means, means[1:])), means
-    assert means[-1] > scorer.score([(reference, None)])[0] and means[1] > 0.75 and means[-1] < 0.5
+    changes = {"header": "darkgreen", "back": "lightblue", "card": "white", "side": "right", "columns": 2}
+    reference, *others = (picture(tmp_path / f"{len(aspects)} {min(aspects, default='')}.png", **aspects)
+                          for aspects in ({}, *({name: changes[name]} for name in changes), changes))
+    *each, all_of_them, missing = PageScorer("pixels").score([(reference, path) for path in [*others, None]])
+    assert 0.99 > max(each) > min(each) > all_of_them > missing and all_of_them < 0.6
 
 
 def test_a_picture_that_is_missing(tmp_path):
@@ -106,7 +93,7 @@ def clip(tmp_path_factory):
 def test_clip_is_the_cosine_of_the_embeddings(clip, tmp_path):
     from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
     paths = [picture(tmp_path / f"{i}.png", **changes) for i, changes in enumerate(
-        ({}, {"header": "red"}, {"back": "black", "left": False}, {"height": 1500}))]
+        ({}, {"header": "red"}, {"back": "black", "side": "right"}, {"height": 1500}))]
     black = str(tmp_path / "black.png")
     Image.new("RGB", (1280, 720)).save(black)
     model = CLIPVisionModelWithProjection.from_pretrained(clip).double()
@@ -152,19 +139,18 @@ def test_weights_that_cannot_be_had(clip, tmp_path):
         PageScorer("clip", str(broken))
 
 
-# --- 05: wins, ties, differences
+# --- 05
 
-def scored(**rewards):
+def scored(run=0, **rewards):
     """Trajectories of tasks: a=[0.5, 0.7] are two dialogues of task a."""
-    return [{"task_id": task, "reward": reward, "similarity": "pixels"}
-            for task, own in rewards.items() for reward in own]
-
-
-def wins(ours, theirs):
-    return statistics.win_rate(ours, theirs, frontend.eval_score)
+    return [{"task_id": task, "reward": reward, "similarity": "pixels", "run": run}
+            for task, task_rewards in rewards.items() for reward in task_rewards]
 
 
 def test_win_rate_and_ties_by_hand():
+    def wins(ours, theirs):
+        return statistics.win_rate(ours, theirs, frontend.eval_score)
+
     base = scored(a=[0.5, 0.7], b=[0.4], c=[0.9], only_here=[0.1])
     # a: 0.6 and 0.7 against 0.5 and 0.7: win, loss, win, tie = 2.5 of 4; b: tie within 1e-6; c: loss
     result = wins(scored(a=[0.6, 0.7], b=[0.4 + 5e-7], c=[0.8], only_there=[1]), base)
@@ -175,16 +161,10 @@ def test_win_rate_and_ties_by_hand():
     assert itself["win_rate"] == 0.5 and itself["ties"] == pytest.approx((0.5 + 1 + 1 + 1) / 4)
     assert wins(base, scored(z=[1])) == {}
     assert wins(scored(b=[0.4 + 2e-6]), base)["win_rate"] == 1
-
-
-def test_win_rate_of_runs_is_paired_by_run():
-    ours = [{**t, "run": run} for run, own in enumerate((scored(a=[0.6]), scored(a=[0.2]))) for t in own]
-    theirs = [{**t, "run": run} for run, own in enumerate((scored(a=[0.5]), scored(a=[0.1]))) for t in own]
-    assert wins(ours, theirs)["win_rate"] == 1                       # all pairs of the runs: 3 of 4
+    ours, theirs = scored(0, a=[0.6]) + scored(1, a=[0.2]), scored(0, a=[0.5]) + scored(1, a=[0.1])
+    assert wins(ours, theirs)["win_rate"] == 1                       # paired by run: of all pairs it were 3 of 4
     assert wins(ours[:1], theirs) == {}
 
-
-# --- 05: files
 
 def page(colour, body="<h1>Shop</h1>"):
     return f'<!doctype html><body style="margin:0;background:{colour}">{body}</body>'
@@ -194,79 +174,71 @@ TASKS = [{"task_id": "t1", "problem_description": "A shop <b>in green</b>", "gro
          {"task_id": "t2", "problem_description": "A café", "ground_truth": page("#804000", "<p>Menu</p>" * 60)}]
 
 
-def write(path, *answers, **more):
+def answered(path, *answers, similarity="clip:elsewhere"):
     """A file with one dialogue of two rounds for every (task number, answer)."""
     rows = []
     for number, answer in answers:
-        turns = [("user", TASKS[number]["problem_description"]), ("assistant", page("white")),
-                 ("user", "The background should be darker."), ("assistant", answer or "I cannot.")]
-        history = [{"role": role, "content": content} for role, content in turns]
-        rows.append({"task": TASKS[number], "answer": answer, "reward": 0.5, "similarity": "clip:elsewhere",
-                     "dialogue_history": history, **more})
-    write_jsonl(path, rows)
-    return path
+        history = turns(TASKS[number]["problem_description"], page("white"), "The background should be darker.",
+                        answer or "I cannot.")
+        rows.append({"task": TASKS[number], "answer": answer, "reward": 0.5, "similarity": similarity,
+                     "dialogue_history": history})
+    return write(path, rows)
 
 
-@pytest.fixture(scope="module")
-def evaluated(tmp_path_factory):
-    """05 on two files of two pages each: what it printed, its folder, its metrics and its scored rows."""
-    folder = tmp_path_factory.mktemp("evaluated")
-    base = write(folder / "base.jsonl", (0, page("white")), (1, ""))
-    sweet = write(folder / "sweet.jsonl", (0, page("green")), (1, page("#804000", "<script>1</script>")))
-    printed = call(5, f"base={base}", f"sweet={sweet}", "--baseline", "base", "--similarity", "pixels", "--out",
-                   folder / "out")
-    metrics = json.loads((folder / "out" / "metrics.json").read_text())
-    rows = {name: read(folder / "out" / "scored" / f"{name}.jsonl") for name in metrics}
-    return types.SimpleNamespace(printed=printed, out=folder / "out", metrics=metrics, rows=rows)
+def evaluate(folder, *flags):
+    """What 05 prints, its metrics and its page."""
+    printed, out = call(5, *flags, "--out", folder / "out"), folder / "out"
+    return printed, json.loads((out / "metrics.json").read_text()), (out / "report.html").read_text()
 
 
-def test_metrics_of_pages(evaluated):
-    assert "similarity of screenshots: pixels" in evaluated.printed
-    assert "success" not in evaluated.printed and "tests" not in evaluated.printed
-    for name, m in evaluated.metrics.items():
+def test_metrics_of_pages(tmp_path):
+    base = answered(tmp_path / "base.jsonl", (0, page("white")), (1, ""))
+    sweet = answered(tmp_path / "sweet.jsonl", (0, page("green")), (1, page("#804000", "<script>1</script>")))
+    printed, metrics, _ = evaluate(tmp_path, f"base={base}", f"sweet={sweet}", "--baseline", "base", "--similarity",
+                                   "pixels")
+    assert "similarity of screenshots: pixels" in printed and "pixel similarity" in printed
+    assert "success" not in printed and "tests" not in printed
+    for name, m in metrics.items():
+        rows = read(tmp_path / "out" / "scored" / f"{name}.jsonl")
         assert m["n"] == m["tasks"] == 2 and m["mean_rounds"] == 2 and m["similarity"] == "pixels" and m["leaks"] == 0
-        assert m["pixel_similarity"] == pytest.approx(sum(row["reward"] for row in evaluated.rows[name]) / 2)
+        assert m["pixel_similarity"] == pytest.approx(sum(row["reward"] for row in rows) / 2)
         assert m["failed_renders"] == m["failed_references"] == 0
         assert not {"success_rate", "tests_passed", "cosine_similarity", "forced_answers"} & set(m)
-        for row in evaluated.rows[name]:                            # paths start at the file's folder
-            shot = Image.open(evaluated.out / "scored" / row["reference_image"])
-            assert shot.getpixel((1000, 10)) == ((0, 128, 0) if row["task_id"] == "t1" else (128, 64, 0))
+        for row, colour in zip(rows, ((0, 128, 0), (128, 64, 0))):  # paths start at the file's folder
+            shot = Image.open(tmp_path / "out" / "scored" / row["reference_image"])
+            assert shot.getpixel((1000, 10)) == colour
             assert row["similarity"] == "pixels" and (row["image"] is None) == (row["answer"] == "")
-    base, sweet = evaluated.metrics["base"], evaluated.metrics["sweet"]
-    assert (base["no_page"], sweet["no_page"]) == (0.5, 0) and (base["win_rate"], base["ties"]) == (0.5, 1)
-    assert (sweet["win_rate"], sweet["ties"]) == (1, 0) and evaluated.rows["sweet"][0]["reward"] == 1
+    base, sweet = metrics["base"], metrics["sweet"]
+    assert (base["no_page"], base["win_rate"], base["ties"]) == (0.5, 0.5, 1)
+    assert (sweet["no_page"], sweet["win_rate"], sweet["ties"]) == (0, 1, 0)
+    assert rows[0]["reward"] == 1                                   # of "sweet", the last of both
     difference = sweet["pixel_similarity"] - base["pixel_similarity"]
     assert sweet["against_baseline"]["difference"] == pytest.approx(difference)
 
 
 def test_runs_and_clip_in_one_call(clip, tmp_path):
-    paths = [write(tmp_path / f"{i}.jsonl", (0, page(colour)), (1, page(colour)), similarity=f"clip:{clip}")
+    paths = [answered(tmp_path / f"{i}.jsonl", (0, page(colour)), (1, page(colour)), similarity=f"clip:{clip}")
              for i, colour in enumerate(("white", "green", "#103010"))]
-    evaluate.main([f"judge@1={paths[0]},{paths[1]}", f"judge@4={paths[2]},{paths[2]}", "--baseline", "judge@1",
-                   "--clip-model", clip, "--out", str(tmp_path / "out")])
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    _, metrics, html = evaluate(tmp_path, f"judge@1={paths[0]},{paths[1]}", f"judge@4={paths[2]},{paths[2]}",
+                                "--baseline", "judge@1", "--clip-model", clip)
     one, four = metrics["judge@1"], metrics["judge@4"]
     assert one["similarity"] == f"clip:{clip}" and one["cosine_similarity"] == pytest.approx(sum(one["runs"]) / 2)
     assert four["runs"][0] == four["runs"][1] and len(four["against_baseline"]["runs"]) == 2
-    text = (tmp_path / "out" / "report.html").read_text()
-    assert ">cosine similarity<" in text and f"similarity of screenshots: clip:{clip}" in text
+    assert ">cosine similarity<" in html and f"similarity of screenshots: clip:{clip}" in html
 
 
 def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
-    pages = write(tmp_path / "pages.jsonl", (0, page("green")))
-    task = {"problem_description": "?", "ground_truth": "def f(): return 1", "test_cases": {"a": "f()"}}
-    row = {"task": task, "answer": "", "dialogue_history": [{"role": "assistant", "content": "x"}]}
-    write_jsonl(tmp_path / "code.jsonl", [row])
+    pages = answered(tmp_path / "pages.jsonl", (0, page("green")))
+    code = write(tmp_path / "code.jsonl", [trajectory("t", "", reward=0)])
     for flags, line in (
-            ([f"b={tmp_path / 'code.jsonl'}"],
+            ([f"b={code}"],
              "b: a task of another domain (functions) than in the lines before; keep each domain in files of its own"),
-            (["--compat", "--similarity", "pixels"], "--compat does nothing for a page; leave it out"),
-            ([], "--similarity pixels")):                           # no weights of CLIP
+            (["--compat", "--similarity", "pixels"], "--compat does nothing for a page; leave it out")):
         assert line in refused(5, f"a={pages}", *flags, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_pages_that_cannot_be_rendered_are_counted(tmp_path, monkeypatch, capsys):
+def test_pages_that_cannot_be_rendered_are_counted(tmp_path, monkeypatch):
     drawn = {"<p>good": "good.png", TASKS[0]["ground_truth"]: "reference.png"}
 
     async def render(self, page, **options):
@@ -274,12 +246,12 @@ def test_pages_that_cannot_be_rendered_are_counted(tmp_path, monkeypatch, capsys
         image = picture(self.images / drawn[page]) if page in drawn else None
         return Render(image, None, {"<p>bad": "time limit", "<p>good": "cut"}.get(page))
     monkeypatch.setattr(Browser, "render", render)
-    path = write(tmp_path / "a.jsonl", (0, "<p>good"), (0, "<p>bad"), (0, ""), (1, "<p>good"))
-    evaluate.main([f"a={path}", "--similarity", "pixels", "--out", str(tmp_path / "out")])
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["a"]
+    path = answered(tmp_path / "a.jsonl", (0, "<p>good"), (0, "<p>bad"), (0, ""), (1, "<p>good"))
+    printed, metrics, html = evaluate(tmp_path, f"a={path}", "--similarity", "pixels")
+    metrics = metrics["a"]
     assert (metrics["failed_renders"], metrics["failed_references"], metrics["no_page"]) == (1, 1, 0.25)
     assert metrics["faults"] == {"cut": 2, "time limit": 1}
     rewards = [row["reward"] for row in read(tmp_path / "out" / "scored" / "a.jsonl")]
     assert rewards[0] == 1 and rewards[1] == rewards[2] < 0.1 and rewards[3] == 0
-    assert "a: the references of 1 tasks cannot be rendered; no answer is like them" in capsys.readouterr().out
-    assert ">not rendered<" in (tmp_path / "out" / "report.html").read_text()
+    assert "a: the references of 1 tasks cannot be rendered; no answer is like them" in printed
+    assert ">not rendered<" in html

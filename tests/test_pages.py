@@ -1,23 +1,26 @@
-"""Tasks of pages (01), the rule-based user simulator and the scripted designer (02), and a browser that says whether
-what they take for granted is so: every slot of a template page shows, and the simulator sees and names it."""
+"""Pages through the stages: tasks (01), what models write, the rule-based user simulator, the scripted designer and the
+shipped base model (02), critic and policies; and a browser that says whether what they take for granted is so:
+every slot of a template page shows, and the simulator sees and names it."""
 import asyncio
+import json
 import random
 import re
 
 import pytest
 
-from colbench import frontend, published
+from colbench import frontend, make_tasks
 from colbench.browser import Browser
-from conftest import call, read, refused, ROOT, stage
-from lib.runtime import write_jsonl
+from colbench.similarity import PageScorer
+from conftest import call, read, refused, ROOT, succeed, turns, write
 
-generate_tasks, rollout = stage(1), stage(2)
+BASE = "models/tiny_pages"
+PAGES = ROOT / "tests" / "pages"
 BLUE, NAVY, GOLD, RED = [0, 0, 255], [0, 0, 128], [255, 215, 0], [255, 0, 0]
 
 
 @pytest.fixture(scope="module")
 def tasks():
-    return {split: generate_tasks.make_tasks(frontend, 60, 3, split, "some") for split in ("train", "test")}
+    return {split: make_tasks(frontend, 60, 3, split, "some") for split in ("train", "test")}
 
 
 def codes_of(task):
@@ -39,7 +42,7 @@ def test_a_task_is_its_template_with_its_codes(tasks):
 
 
 def test_one_task_literally():
-    [task] = generate_tasks.make_tasks(frontend, 1, 0, "all", "all")
+    [task] = make_tasks(frontend, 1, 0, "all", "all")
     assert task["problem_description"].startswith(
         "A website for an old bakery in our town. The background should be pink. The font should be sans-serif. The ")
     assert task["slots"][4] == {
@@ -55,83 +58,33 @@ def test_the_idea_leaves_out_what_is_not_told(tasks):
         assert len(told) <= 2 and "\n" not in task["problem_description"]
     assert 0.15 < sum(any(s["told"] for s in task["slots"]) for task in tasks["train"]) / 60 < 0.45
     for told, number in (("none", 0), ("all", 10)):
-        [task] = generate_tasks.make_tasks(frontend, 1, 0, "all", told)
+        [task] = make_tasks(frontend, 1, 0, "all", told)
         assert len(frontend.asked_values(task, task["problem_description"])) == number
 
 
 def test_splits_share_no_page_and_pages_are_short(tasks):
-    pages = {split: {task["ground_truth"] for task in own} for split, own in tasks.items()}
-    assert len(pages["train"]) == len(pages["test"]) == 60 and not pages["train"] & pages["test"]
-    for page in pages["train"]:                                            # the tokens of 04's tiny model
+    train, test = ({task["ground_truth"] for task in tasks[split]} for split in ("train", "test"))
+    assert len(train) == len(test) == 60 and not train & test
+    for page in train:                                                     # the tokens of 04's tiny model
         assert len(re.findall(r"\w+|(?:(?!(?<=\w) (?=\w))\W)+", page)) <= 160
 
 
-# --- WebSight and the published tasks
+# --- pages in what models write
 
-SITE = [("<html><img src='https://source.unsplash.com/random/300x200/?tea'></html>", "Tea: a shop."),
-        ("<html><p>Two</p></html>", " Two. "), ("", "Nothing."), ("<html><p>Two</p></html>", "Two again."),
-        ("<html>No idea</html>", None), ("Sorry, I cannot.", "A page."), ("<html><p>Four</p></html>", "Four.")]
-KEPT = [{"task_id": "933782ab14981e1a", "problem_description": "Tea: a shop.",
-         "ground_truth": "<html><img src='https://picsum.photos/id/48/300/200'></html>"},
-        {"task_id": "a7341a2621e47e0a", "problem_description": "Two.", "ground_truth": "<html><p>Two</p></html>"},
-        {"task_id": "288167236c210403", "problem_description": "Four.", "ground_truth": "<html><p>Four</p></html>"}]
+GIVEN = json.loads((PAGES / "pages.json").read_text())
+TURNS = [*GIVEN["turns"], ["<div><p>" * 100_000, None]]                    # the last once took hours
 
 
-def site_rows(rows=SITE):
-    return [{"text": text, "llm_generated_idea": idea} for text, idea in rows]
+@pytest.mark.parametrize("text, page", TURNS, ids=range(len(TURNS)))
+def test_the_page_in_what_models_write(text, page):
+    """None: a question that names a tag, or compares, is no page."""
+    assert frontend.page_of(text.replace("{page}", GIVEN["page"])) == (page and page.replace("{page}", GIVEN["page"]))
 
 
-def take(*arguments, out):
-    stage(1).main([str(argument) for argument in ("--source", "websight", *arguments, "--out", out)])
-    return read(out)
-
-
-def test_websight_from_jsonl_and_parquet(tmp_path, capsys):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    write_jsonl(tmp_path / "site.jsonl", site_rows())
-    assert take("--path", tmp_path / "site.jsonl", "--num-tasks", 3, out=tmp_path / "a.jsonl") == KEPT
-    assert "7 rows in the order of the data set: 3 kept, 2 empty, 1 repeated, 1 no page\n" in capsys.readouterr().out
-    (tmp_path / "v0.2").mkdir()
-    for name, rows in (("b", SITE[4:]), ("a", SITE[:4])):                  # read in the order of the names
-        table = pyarrow.Table.from_pylist([{**row, "image": {"bytes": b"png"}} for row in site_rows(rows)])
-        parquet.write_table(table, tmp_path / "v0.2" / f"{name}.parquet")
-    assert take("--path", tmp_path / "v0.2", "--num-tasks", 3, out=tmp_path / "b.jsonl") == KEPT
-    assert take("--path", tmp_path / "v0.2" / "a.parquet", "--num-tasks", 2, out=tmp_path / "c.jsonl") == KEPT[:2]
-    test = take("--path", tmp_path / "site.jsonl", "--num-tasks", 1, "--split", "test", out=tmp_path / "d.jsonl")
-    assert [int(task["task_id"], 16) % 100 for task in KEPT] == [66, 50, 95] and test == KEPT[2:]
-
-
-def test_websight_is_refused_in_one_line(tmp_path):
-    (bad := tmp_path / "x.parquet").write_text("no parquet")
-    (empty := tmp_path / "empty").mkdir()
-    site = tmp_path / "site.jsonl"
-    write_jsonl(site, site_rows())
-    for flags, line in (([], r"HuggingFaceM4/WebSight: cannot be read \(.*--path FOLDER/v0.2"),
-                        (["--path", empty], f"{empty}: no .parquet files in it"),
-                        (["--path", "no/such"], "no/such: no such file or folder"),
-                        (["--path", bad], rf"{bad}: cannot be read \(.*"),
-                        (["--path", site, "--num-tasks", 4], f"--num-tasks 4: there are only 3 tasks in {site} "
-                         r"\(rows: 3 kept, 2 empty, 1 repeated, 1 no page\)")):
-        assert re.fullmatch(line, refused(1, "--source", "websight", "--out", tmp_path / "t.jsonl", *flags))
-    assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.jsonl.args.json").exists()
-
-
-def test_other_addresses_stay_and_a_tag_can_name_the_size():
-    for page in ('<img src="logo.png">', '<script src="https://cdn.com/10x10.js"></script>',
-                 '<style>@import url("https://fonts.googleapis.com/css2"); a {src: url(https://a.com/b.woff)}</style>'):
-        assert published.one_photo(page) == page
-    assert published.one_photo('<img width="30" height=20 src="https://a.com/x">') == (
-        '<img width="30" height=20 src="https://picsum.photos/id/48/30/20">')
-
-
-def test_published_pages_are_taken_as_they_are(tmp_path):
-    rows = [{"problem_description": "A page.", "ground_truth": f"<p>{i}</p><img src='https://a.com/9x9'>"}
-            for i in range(3)]
-    write_jsonl(tmp_path / "test.jsonl", rows)
-    flags = ["--source", "colbench", "--path", tmp_path / "test.jsonl", "--out", tmp_path / "t.jsonl"]
-    assert refused(1, *flags).endswith("test.jsonl: no tasks of --domain backend; pass --path FILE with such tasks")
-    call(1, *flags, "--domain", "frontend")
-    assert [{key: row[key] for key in rows[0]} for row in read(tmp_path / "t.jsonl")] == rows
+def test_what_is_shown_and_the_last_page():
+    assert frontend.shown("I think.\nOUTPUT:\n<p>x</p>") == "<p>x</p>"
+    history = turns("<p>user</p>", "<p>1</p>", "?", "What else?")
+    assert frontend.last_page(history) == "<p>1</p>" and frontend.last_page(history[:1]) is None
 
 
 # --- the rule-based user simulator
@@ -148,6 +101,11 @@ def spec(**changes):
 NO_SIDEBAR = {"sidebar": [None, 0], "sidebar colour": [None, 0]}
 
 
+def replies(wanted, shown):
+    """What the user may say of a page; shown None: none was sent."""
+    return {frontend.page_reply(wanted, shown, random.Random(i)) for i in range(60)}
+
+
 @pytest.mark.parametrize("wanted, shown, sentence", [
     (dict(header=[BLUE, 0.2]), {}, "Please make the header blue."),
     ({"card columns": [3, 0.3]}, {}, "Please put the cards in three columns."),
@@ -159,25 +117,20 @@ NO_SIDEBAR = {"sidebar": [None, 0], "sidebar colour": [None, 0]}
     ({"card colour": [[30, 58, 138], 0.3]}, {}, "The cards should be a dark blue."),
     (dict(header=[[30, 58, 138], 0.2]), dict(header=[[30, 30, 100], 0.2]), "I want the header to be #1e3a8a.")])
 def test_one_difference_in_words(wanted, shown, sentence):
-    replies = {frontend.page_reply(spec(**wanted), spec(**shown), random.Random(i)) for i in range(60)}
-    replies = {reply.removeprefix("Almost. ") for reply in replies}
-    assert sentence in replies and len(replies) in (2, 3)
+    sentences = {reply.removeprefix("Almost. ") for reply in replies(spec(**wanted), spec(**shown))}
+    assert sentence in sentences and len(sentences) in (2, 3)
 
 
-def test_the_two_largest_differences_are_named():
+def test_the_two_largest_differences_are_named_or_none():
     wanted = spec(title=["Loaf", 0.02], header=[BLUE, 0.2], background=[GOLD, 0.5])
-    for i in range(20):
-        reply = frontend.page_reply(wanted, spec(), random.Random(i)).removeprefix("Thanks. ")
-        first, second = re.findall(r"[^.]+\.", reply)
+    for reply in replies(wanted, spec()):
+        first, second = re.findall(r"[^.]+\.", reply.removeprefix("Thanks. "))
         assert "background" in first and "gold" in first and "header" in second and "blue" in second
     grown = spec(**{"card colour": [RED, 0.9]})                            # it covers most of what the agent made
-    assert "cards" in frontend.page_reply(wanted, grown, random.Random(0)).split(".")[0]
-
-
-def test_a_page_as_wanted_and_no_page():
+    assert all("cards" in reply.removeprefix("Thanks. ").split(".")[0] for reply in replies(wanted, grown))
     same = spec(header=[[0, 0, 139], 0.3], title=["OVEN", 0.02])           # no eye sees these
-    assert {frontend.page_reply(spec(), same, random.Random(i)) for i in range(60)} == set(frontend.SAYINGS["content"])
-    assert {frontend.page_reply(spec(), None, random.Random(i)) for i in range(60)} == set(frontend.SAYINGS["no page"])
+    assert replies(spec(), same) == set(frontend.SAYINGS["content"])
+    assert replies(spec(), None) == set(frontend.SAYINGS["no page"])
 
 
 @pytest.mark.parametrize("colour, words", [
@@ -191,46 +144,18 @@ def test_colours_in_words(colour, words):
 
 # --- the scripted designer
 
-def hand_spec(values):
-    """The spec of a template page without a browser."""
-    from PIL import ImageColor
-    side = {"float:left": "on the left", "float:right": "on the right"}.get(values["side"])
-    place = {"left": "on the left", "center": "in the center", "right": "on the right"}[values["align"]]
-    footer = None if values["footer"] == "display:none" else values["footer"].split(":")[1]
-
-    def colour(name):
-        return name and list(ImageColor.getrgb(name))
-    return spec(**{
-        "background": [colour(values["page"]), 0.5], "header": [colour(values["head"]), 0.2],
-        "footer": [colour(footer), 0.08], "sidebar": [side, 0.05], "sidebar colour": [colour(side and "silver"), 0.05],
-        "card columns": [int(values["columns"]), 0.25], "card colour": [colour(values["card"]), 0.25],
-        "button colour": [colour(values["button"]), 0.006], "font": [values["font"], 0.006],
-        "title": [values["title"], 0.002], "title place": [place, 0.002]})
-
-
 def roll_out(task, seed, informed):
-    """The share of slots that are right after each of four rounds."""
-    history, right, page, shares = [{"role": "user", "content": task["problem_description"]}], codes_of(task), {}, []
+    """The share of slots that are right after each of four rounds, with a user who names the first two that are not."""
+    said, page, shares = [task["problem_description"]], {}, []
     for number in range(4):
-        rng = random.Random(f"{seed} {number}")
-        text = frontend.scripted_turn(task, history, 4, rng, informed)
+        text = frontend.scripted_turn(task, turns(*said), 4, random.Random(f"{seed} {number}"), informed)
         values = frontend.page_values(task, text)
         page = values or page
-        shares.append(sum(page.get(slot) == code for slot, code in right.items()) / len(right))
-        reply = frontend.page_reply(hand_spec(right), values and hand_spec(values), rng)
-        history += [{"role": "assistant", "content": frontend.shown(text)}, {"role": "user", "content": reply}]
+        wrong = [slot for slot in task["slots"] if page.get(slot["slot"]) != slot["code"]]
+        shares.append(1 - len(wrong) / len(task["slots"]))
+        wishes = [f"The {slot['topic']}: {slot['names'][0]}." for slot in wrong[:2] if values]
+        said += [frontend.shown(text), " ".join(wishes)]
     return shares
-
-
-def test_the_designer_understands_whatever_the_simulator_says(tasks):
-    for task in tasks["train"][:8]:
-        right = codes_of(task)
-        for slot in task["slots"]:
-            for code in slot["guesses"][1:]:
-                other = hand_spec({**right, slot["slot"]: code})
-                for i in range(6):
-                    reply = frontend.page_reply(hand_spec(right), other, random.Random(i))
-                    assert frontend.asked_values(task, reply) == {slot["slot"]: slot["code"]}, reply
 
 
 @pytest.mark.parametrize("informed, first, last", [(False, 0.25, 0.65), (True, 0.8, 0.99)])
@@ -244,15 +169,14 @@ def test_pages_get_better_and_dialogues_differ(tasks, informed, first, last):
 
 def test_turns_of_the_designer(tasks):
     task = tasks["train"][0]
-    opening = [{"role": "user", "content": task["problem_description"]}]
-    texts = [frontend.scripted_turn(task, opening, 4, random.Random(i)) for i in range(300)]
+    request = task["problem_description"]
+    texts = [frontend.scripted_turn(task, turns(request), 4, random.Random(i)) for i in range(300)]
     pages = [frontend.page_values(task, text) for text in texts]
     assert {text for text, page in zip(texts, pages) if not page} == set(frontend.PAGES["talk"])
     assert all(page[s["slot"]] == s["code"] for page in pages if page for s in task["slots"] if s["told"])
     assert any(text.startswith(f"I begin with a simple page.\n{frontend.OUTPUT}\n<style>") for text in texts)
-    history = opening + [{"role": role, "content": content} for role, content in (
-        ("assistant", task["ground_truth"]), ("user", "The cards should be in one column."),
-        ("assistant", "Could you tell me more?"), ("user", "Please show me a page."))]
+    history = turns(request, task["ground_truth"], "The cards should be in one column.", "Could you tell me more?",
+                    "Please show me a page.")
     later = [frontend.page_values(task, frontend.scripted_turn(task, history, 4, random.Random(i), True))
              for i in range(60)]
     assert sum(page is not None and page["columns"] == "1" for page in later) > 45        # what was said since its page
@@ -263,7 +187,6 @@ def test_turns_of_the_designer(tasks):
 @pytest.fixture(scope="module")
 def browse(tmp_path_factory):
     """renders([HTML, …]) with pictures and specs."""
-    pytest.importorskip("playwright")
     browser = Browser(tmp_path_factory.mktemp("images"))
 
     async def all_of(pages):
@@ -278,8 +201,9 @@ def picture(render):
 
 
 def test_every_slot_shows_and_is_named(tasks, browse):
-    """Each slot alone, with any other value: another picture, and the simulator names the slot and its right value. One
-    family with all values; of the others, which differ from it in texts and a navigation, one value of two slots."""
+    """Each slot alone, with any other value: another picture, and the simulator names the slot and its right value, and
+    the designer understands it. One family with all values; of the others, which differ from it in texts and a
+    navigation, one value of two slots."""
     wanted, cases = {}, []
     for name in frontend.FAMILIES:
         task = next(task for task in tasks["test"] if task["family"] == name)
@@ -292,15 +216,14 @@ def test_every_slot_shows_and_is_named(tasks, browse):
     for (task, slot, code, _), render in zip(cases, renders[len(wanted):]):
         reference = references[task["task_id"]]
         assert picture(reference).tobytes() != picture(render).tobytes(), (slot["slot"], code)
-        reply = frontend.page_reply(reference.spec, render.spec, random.Random(0))
-        assert frontend.asked_values(task, reply) == {slot["slot"]: slot["code"]}, reply
-        back = frontend.page_reply(render.spec, reference.spec, random.Random(0))
-        assert frontend.asked_values(task, back) == {slot["slot"]: code}, back
+        for reply in replies(reference.spec, render.spec):
+            assert frontend.asked_values(task, reply) == {slot["slot"]: slot["code"]}, reply
+        for reply in replies(render.spec, reference.spec):
+            assert frontend.asked_values(task, reply) == {slot["slot"]: code}, reply
 
 
 def test_a_page_in_another_style_is_read(browse):
-    page = (ROOT / "tests" / "pages" / "other.html").read_text()
-    empty, other = (render.spec for render in browse(["<p></p>", page]))
+    empty, other = (render.spec for render in browse(["<p></p>", (PAGES / "other.html").read_text()]))
     assert {aspect: value for aspect, (value, _) in other.items()} == {
         "background": [243, 244, 246], "header": [30, 58, 138], "sidebar": "on the right",
         "sidebar colour": [0, 128, 0], "cards": 3, "card columns": 3, "card colour": GOLD, "footer": None,
@@ -310,3 +233,83 @@ def test_a_page_in_another_style_is_read(browse):
     assert all(0 <= area <= 1 for _, area in other.values()) and 0.05 < other["header"][1] < 0.2
     assert all(value is None for aspect, (value, _) in empty.items() if aspect != "background")
     assert frontend.page_reply(other, empty, random.Random(3)) != frontend.page_reply(other, None, random.Random(3))
+
+
+# --- the stages
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A folder with tasks.jsonl and offline.jsonl, two dialogues of the base model on each of four tasks."""
+    folder = tmp_path_factory.mktemp("pages")
+    call(1, "--domain", "frontend", "--split", "train", "--num-tasks", 4, "--out", folder / "tasks.jsonl")
+    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", BASE, "--samples", 2, "--max-rounds", 2,
+            "--similarity", "pixels", "--max-new-tokens", 220, "--out", folder / "offline.jsonl")
+    return folder
+
+
+def test_dialogues_end_after_the_last_round_with_the_last_page(pages):
+    rows = read(pages / "offline.jsonl")
+    scorer = PageScorer("pixels")
+    assert len(rows) == 8 and any(0.1 < row["reward"] < 1 for row in rows)
+    for row in rows:
+        history = row["dialogue_history"]
+        assert [turn["role"] for turn in history] == ["user", "assistant"] * 2 and row["num_rounds"] == 2
+        assert row["answer"] == (frontend.last_page(history) or "") and row["similarity"] == "pixels"
+        reference, image = (row[key] and str(pages / row[key]) for key in ("reference_image", "image"))
+        assert scorer.score([(reference, image)]) == [row["reward"]]
+        for turn in history[1::2]:
+            assert turn["content"] == frontend.shown(turn["output"].strip())
+            said = [earlier["content"] for earlier in history if earlier["role"] == "assistant"]
+            reference = row["task"]["ground_truth"]
+            assert reference not in turn["input"] or reference in said                                  # c stays hidden
+        assert all(0 < len(turn["content"]) <= frontend.REPLY_CHARS and "<" not in turn["content"]
+                   for turn in history[2::2])
+
+
+def test_critic_and_policies(pages):
+    flags = ["--trajectories", pages / "offline.jsonl", "--model", BASE, "--max-steps", 1]
+    critic = call(3, *flags, "--out", pages / "critic")
+    rows = read(pages / "offline.jsonl")
+    gaps = [a["reward"] - b["reward"] for a in rows for b in rows if a["task_id"] == b["task_id"]]
+    trained, held_out = (int(critic.split(mark)[0].split()[-1]) for mark in (" trajectory pairs", " pairs of other"))
+    assert trained + held_out == sum(gap >= 0.1 for gap in gaps)
+    assert "The page that this person needs is the following.\n<style>" in critic
+    call(4, "--method", "sweet", *flags, "--critic", pages / "critic", "--data-frac", 0.05, "--num-candidates", 2,
+         "--max-new-tokens", 40, "--out", pages / "sweet")
+    assert all(row["task"]["ground_truth"] not in row["prompt"] or row["task"]["ground_truth"] in str(row["history"])
+               for row in read(pages / "sweet" / "candidates.jsonl"))
+    printed = call(4, "--method", "rft", *flags, "--out", pages / "rft")
+    assert "4 successful (or best) trajectories" in printed
+
+
+def test_a_simulator_on_a_server_sees_both_pages(pages, tmp_path, serve):
+    simulator = serve()
+    tasks = write(tmp_path / "t.jsonl", read(pages / "tasks.jsonl")[:1])
+    call(2, "--tasks", tasks, "--agent", "script-informed", "--simulator", f"{simulator['url']}#viewer", "--similarity",
+         "pixels", "--max-rounds", 3, "--out", tmp_path / "o.jsonl")
+    [row] = read(tmp_path / "o.jsonl")
+    agent, replies = row["dialogue_history"][1::2], row["dialogue_history"][2::2]
+    for number, turn in enumerate(replies):
+        made = any(frontend.page_of(earlier["content"]) for earlier in agent[:number + 1])
+        assert turn["content"] == f"I see {1 + made} pictures."
+    request = read(simulator["log"])[0]
+    assert row["task"]["problem_description"] in request["messages"][0]["content"][0]["text"]
+    code = json.dumps(row["task"]["ground_truth"])[1:-1]            # as it would stand in the request
+    assert "\\n" in code and code not in json.dumps(request)        # it sees the page, not its code
+
+
+def test_bad_input(pages, tmp_path):
+    """In one line. test_page_scorer.py has a file of two domains."""
+    task = read(pages / "tasks.jsonl")[0]
+    del task["slots"]
+    plain = ["--tasks", write(tmp_path / "plain.jsonl", [task]), "--agent", "script", "--similarity", "pixels"]
+    model = ["--tasks", pages / "tasks.jsonl", "--agent", BASE, "--similarity"]
+    for flags, line in ((plain, 'plain.jsonl:1: missing "slots"'),
+                        ([*model, "pixels", "--best-of", 2, "--critic", f"judge:{BASE}"],
+                         "judge: cannot compare messages about pages"),
+                        ([*model, "clip", "--clip-model", tmp_path], "choose --similarity pixels"),
+                        ([*model, "pixels", "--browser", "/none"], "--browser /none: no such program")):
+        assert line in refused(2, *flags, "--out", tmp_path / "o.jsonl")
+    assert not (tmp_path / "o.jsonl").exists()
+    assert refused(1, "--check", pages / "tasks.jsonl") == (
+        f"{pages / 'tasks.jsonl'}: --check knows nothing to check about pages, which have no tests")

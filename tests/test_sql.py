@@ -1,45 +1,28 @@
 """colbench/sql.py: tasks whose decisions matter, looks, kinds of turns, simulators, scripted agents, scores of hostile
-and of ordinary queries."""
+and of ordinary queries; the query in what models write around it (sql_text.py)."""
 import asyncio
 import collections
+import contextlib
 import itertools
 import json
 import random
 import re
+import time
 import types
 
 import pytest
 
 from colbench import check_kind, ColBenchError, in_split, make_tasks, sql, sql_mutants
 from colbench.sql_child import canonical
-from conftest import call, read, refused, ROOT, write
+from colbench.sql_text import begins_as, is_ordered, MAX_CHARS, QUERY, statement_of
+from conftest import call, read, ROOT, turns, write
 from lib.statistics import measure_turns
 
-SCHEMA = ("CREATE TABLE customers(id INTEGER, name TEXT, status TEXT);\n"
-          "CREATE TABLE orders(id INTEGER, customer_id INTEGER, total INTEGER, net INTEGER, placed TEXT);\n")
-
-
-def database(*orders, names="Ada Ben Cora Dan"):
-    """Customers 1 to 4, the second closed, the fourth without a status; orders are (customer, total, net, placed)."""
-    statuses = ("active", "closed", "active", None)
-    return {"customers": [[i, *pair] for i, pair in enumerate(zip(names.split(), statuses), 1)],
-            "orders": [[i, *order] for i, order in enumerate(orders, 1)]}
-
-
-DATABASES = [database((1, 50, 40, "2024-05-01"), (2, 70, 60, "2025-01-01")),
-             database((1, 50, 40, "2025-01-01"), (1, 60, 50, "2025-12-31"), (3, 110, 10, "2025-03-01"),
-                      (2, 500, 9, "2025-02-02")),
-             database((3, 100, 90, "2025-01-01"), (3, None, 90, "2025-01-02"), (1, 10, 5, "2024-12-31"),
-                      names="B A D C"),
-             database(), database((4, 300, 1, "2025-06-06"), (1, 99, 99, None)),
-             database((1, 40, 1, "2025-06-06"), (3, 40, 1, "2025-06-06"), (3, 1, 1, "2025-06-06")),
-             database((1, 5, 1, "2025-06-06"), (3, 7, 3, "2025-06-06"), (None, 9, 1, "2025-06-06"))]
-REFERENCES = {
-    "sum": "SELECT c.name, SUM(o.total) FROM customers c JOIN orders o ON o.customer_id = c.id "
-           "WHERE c.status = 'active' GROUP BY c.id",
-    "ordered": "SELECT c.name FROM customers c JOIN orders o ON o.customer_id = c.id WHERE o.placed LIKE '2025%' "
-               "GROUP BY c.id ORDER BY COUNT(*) DESC, c.name",
-    "mean": "SELECT ROUND(AVG(total), 2) FROM orders"}
+# schema, databases and references; {"ordinary": {reference: other ways to write it}, "hostile": {the first fault, or a
+# part of it: answers}}; {"wrappings", "with marker": what stands around {q}, the query}; {"statements": [a text, its
+# statement (none: the text)]}; {"mutants": {a query: parts that each stand in one of its mutants}}.
+GIVEN = json.loads((ROOT / "tests" / "queries.json").read_text())
+SCHEMA, DATABASES, REFERENCES, WRAPPINGS = (GIVEN[key] for key in ("schema", "databases", "references", "wrappings"))
 
 
 def task_of(reference):
@@ -62,19 +45,14 @@ def score(environment, reference, *answers):
 
 
 def look(environment, query, task=None):
-    history = [{"role": "assistant", "content": f"QUERY: {query}"}]
-    return asyncio.run(environment.tool_reply(task or task_of("sum"), history))
+    return asyncio.run(environment.tool_reply(task or task_of("sum"), turns("?", f"QUERY: {query}")))
 
 
 # --- scores
 
-# {"ordinary": {reference: other ways to write it}, "hostile": {the first fault, or a part of it: answers}}
-ANSWERS = json.loads((ROOT / "tests" / "queries.json").read_text())
-
-
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_ordinary_variants_pass(environment, reference):
-    answers = ANSWERS["ordinary"][reference]
+    answers = GIVEN["ordinary"][reference]
     verdicts = score(environment, reference, *answers)
     assert [answer for answer, verdict in zip(answers, verdicts) if verdict["faults"] != [None] * 6] == []
 
@@ -85,13 +63,14 @@ def test_rows_are_a_list_only_where_the_reference_orders(environment):
     assert max(verdict["reward"] for verdict in score(environment, "ordered", turned, unordered)) < 1
 
 
-LONG = {
-    "one statement": REFERENCES["sum"] + "; --\nATTACH ':memory:' AS x",
-    "overflow": "SELECT " + "(" * 2000 + "1" + ")" * 2000, "too many columns": "SELECT " + "1, " * 500 + "1",
-    "too many terms": "SELECT 1 " + "UNION ALL SELECT 1 " * 100, "too large": "SELECT 1" + " " * 20_000,
-    "larger than": "SELECT 1 -- " + "x" * (1 << 21), "null character": "SELECT \0 1", "surrogates": "SELECT '\ud800'"}
-HOSTILE = {**ANSWERS["hostile"], **{fault: [answer] for fault, answer in LONG.items()}}
-HOSTILE["one statement"] = [*ANSWERS["hostile"]["one statement"], LONG["one statement"]]
+HOSTILE = GIVEN["hostile"]
+for fault, answer in {
+        "one statement": REFERENCES["sum"] + "; --\nATTACH ':memory:' AS x",
+        "overflow": "SELECT " + "(" * 2000 + "1" + ")" * 2000, "too many columns": "SELECT " + "1, " * 500 + "1",
+        "too many terms": "SELECT 1 " + "UNION ALL SELECT 1 " * 100, "too large": "SELECT 1" + " " * 20_000,
+        "larger than": "SELECT 1 -- " + "x" * (1 << 21), "null character": "SELECT \0 1",
+        "surrogates": "SELECT '\ud800'"}.items():
+    HOSTILE.setdefault(fault, []).append(answer)
 
 
 @pytest.mark.parametrize("fault", HOSTILE)
@@ -106,23 +85,19 @@ def test_hostile_and_odd_answers_fail_and_harm_nobody(environment, fault):
 
 
 @pytest.mark.parametrize("rows, other_rows, equal", [
-    ([(1,), (1,)], [(1,)], False), ([("1",)], [(1,)], False), ([(1,)], [(None,)], False),
+    ([(1,), (1,)], [(1,)], False), ([("1",)], [(1,)], False), ([(1,)], [(None,)], False), ([], [], True),
     ([(float("inf"),)], [(float("inf"),)], True), ([(0.1 + 0.2,)], [(0.3,)], True), ([(0.3,)], [(0.31,)], False),
     ([(12345.678901,)], [(12345.678902,)], True), ([(12345.67890,)], [(12345.67899,)], False),
     ([(1234567891,)], [(1234567891.0,)], True), ([(1234567891,)], [(1234567891.0000002,)], True),
     ([(1234567891,)], [(1234567892.0,)], False), ([(-123456789012,)], [(-123456789012.0,)], True),
-    ([(1, 2), (2, 3), (3, 1)], [(2, 1), (3, 2), (1, 3)], True),
-    ([(1, 2), (2, 3), (3, 1)], [(1, 1), (2, 2), (3, 3)], False),
+    ([(1,), (2,)], [(2,), (1,)], True), ([(1, 2), (2, 3), (3, 1)], [(1, 1), (2, 2), (3, 3)], False),
     ([(1, "x"), (2, "y")], [("y", 2.0), ("x", 1.0)], True), ([(1, 2), (2, 1)], [(1, 1), (2, 2)], False)])
 def test_which_rows_are_equal(rows, other_rows, equal):
     """Whatever the names and order of columns and, unless ordered, of rows; numbers within rounding."""
-    names, other_names = ["a", "b"][:len(rows[0])], ["n", "m"][:len(rows[0])]
-    assert (canonical(names, rows, False) == canonical(other_names, other_rows, False)) == equal
-
-
-def test_empty_rows_differ_by_their_columns_and_ordered_ones_by_their_order():
-    assert canonical(["a"], [], False) != canonical(["a", "b"], [], False)
-    assert canonical(["a"], [(1,), (2,)], True) != canonical(["a"], [(2,), (1,)], True)
+    width = len(rows[0]) if rows else 1
+    assert (canonical("ab"[:width], rows, False) == canonical("nm"[:width], other_rows, False)) == equal
+    assert canonical("ab", [], False) != canonical("a", [], False) == canonical("n", [], True)
+    assert canonical("a", [(1,), (2,)], True) != canonical("a", [(2,), (1,)], True)
 
 
 def test_tables_are_equal_if_an_order_of_their_columns_makes_them_so():
@@ -153,8 +128,7 @@ def test_a_look_shows_a_short_table_or_the_database_s_error(environment):
     assert len(look(environment, "SELECT hex(zeroblob(2000)), 1 FROM customers a, customers b")) == 600
     assert look(environment, "SELECT x FROM orders") == "Error: no such column: x"
     assert look(environment, "DELETE FROM orders") == "Error: not authorized"
-    history = [{"role": "assistant", "content": "Which year?"}]
-    assert asyncio.run(environment.tool_reply(task_of("sum"), history)) is None
+    assert asyncio.run(environment.tool_reply(task_of("sum"), turns("?", "Which year?"))) is None
     assert environment.tables[sql.task_id(task_of("sum")), "DELETE FROM orders"] == "Error: not authorized"    # kept
 
 
@@ -172,62 +146,52 @@ def tasks():
             "test": make_tasks(UNSEEN, len(UNSEEN.FAMILIES), 0, "test", "all")}
 
 
-def test_schemas_and_families():
-    assert len(sql.SCHEMAS) >= 10
+@pytest.fixture(scope="module")
+def parts(tasks):
+    """[(task, {slot: fact} of its decisions, names of its tables)] of all tasks."""
+    return [(task, {fact["slot"]: fact for fact in task["facts"] if fact["matters"]}, list(task["databases"][0]))
+            for task in itertools.chain(*tasks.values())]
+
+
+def test_schemas_and_families(tasks):
+    """Unseen schemas are in the test split alone, and of words that are known from others."""
     assert {sql.schema_text(words).count("CREATE TABLE") for words in sql.SCHEMAS.values()} == {2, 3}
     for pattern in sql.PATTERNS.values():
         slots = set(re.findall(r"(?<!\$)\{(\w+)\}", pattern["query"]))
         assert 3 <= len(slots) <= 6 and slots <= set(sql.DECISIONS) and len(pattern["requests"]) >= 3
         assert any("looks" in sql.DECISIONS[slot] for slot in slots)
     assert {"rental_count", "rental_places", "gym_best"} <= set(sql.FAMILIES) and "gym_places" not in sql.FAMILIES
-
-
-def test_unseen_schemas_are_in_the_test_split_alone_and_of_known_words(tasks):
-    assert all(task["seen"] == (split != "test") for split in tasks for task in tasks[split])
+    for split, split_tasks in tasks.items():
+        assert all(task["seen"] == (split != "test") and in_split(task["task_id"], split) for task in split_tasks)
     assert {task["family"].split("_")[0] for task in tasks["test"]} == {"theatre", "bank", "garage"}
-    assert all(in_split(task["task_id"], split) for split in tasks for task in tasks[split])
     words = {True: set(), False: set()}                             # {whether a schema is unseen: its words}
     for schema in sql.SCHEMAS.values():
         words["unseen" in schema].update(str(word) for key, word in schema.items() if key != "unseen")
     assert words[True] and words[True] <= words[False]
 
 
-def test_hidden_databases_show_each_wrong_decision_and_each_likely_mistake(tasks):
+def test_hidden_databases_show_each_wrong_decision_and_each_likely_mistake(parts):
     kinds = collections.Counter()
-    for task in itertools.chain(*tasks.values()):
+    for task, facts, (parents, *_) in parts:
         reference, template = task["ground_truth"], task["template"]
-        assert len(task["databases"]) == 7 and not list(task["databases"][-1].values())[1]
-        facts = [fact for fact in task["facts"] if fact["matters"]]
-        codes = {fact["slot"]: fact["code"] for fact in facts}
+        codes = {slot: fact["code"] for slot, fact in facts.items()}
         assert 3 <= len(facts) <= 6 and template.format(**codes) == reference
-        statuses = {row[2] for tables in task["databases"] for row in list(tables.values())[0]} - {None}
+        statuses = {row[2] for tables in task["databases"] for row in tables[parents]} - {None}
         mutants = sql_mutants.mutants_of(reference, sorted(statuses))
         kinds.update(mutants.values())
         assert len(mutants) > 10
         left = {*mutants}
-        for fact in facts:
-            left.update(template.format(**{**codes, fact["slot"]: code}) for code in fact["guesses"][1:])
-        connection = sql_mutants.open_empty(task["schema"])
-        for tables in task["databases"][1:]:
-            left = sql_mutants.agreeing(connection, reference, tables, left)
-        connection.close()
+        for slot, fact in facts.items():
+            left.update(template.format(**{**codes, slot: code}) for code in fact["guesses"][1:])
+        with contextlib.closing(sql_mutants.open_empty(task["schema"])) as connection:
+            for tables in task["databases"][1:]:
+                left = sql_mutants.agreeing(connection, reference, tables, left)
         assert left == [], reference
     assert set(kinds) == {"threshold", "limit", "aggregate", "tie", "missing value", "year", "unit", "status"}
     assert min(kinds.values()) > 5
 
 
-@pytest.mark.parametrize("query, parts", [
-    ("SELECT COUNT(c.a) FROM t c WHERE c.d LIKE '2020%' AND c.x > 50",
-     ("c.x > 49", "c.x > 51", "c.x >= 50", "(c.x > 50 OR c.x IS NULL)", "(c.d LIKE '2020%' OR c.d IS NULL)",
-      "c.d > '2020-01-01' AND", "c.d < '2020-12-31' AND", "c.d >= '2019-12-31' AND", "SELECT SUM(c.a)",
-      "substr(c.d, 1, 4) = (SELECT substr(MAX(d), 1, 4) FROM t)", "COUNT(DISTINCT c.a)")),
-    ("SELECT p.name FROM q p JOIN t c ON c.a = p.id WHERE p.status = 'A' GROUP BY p.id HAVING SUM(c.x) >= 50 "
-     "ORDER BY p.name DESC",
-     ("SUM(c.x) >= 51", "MAX(c.x) >= 50", "(SUM(c.x) >= 50 OR SUM(c.x) IS NULL)", "DESC LIMIT 10",
-      "(p.status = 'A' OR p.status IS NULL)", "p.status IN ('A', 'B')", "SUM(DISTINCT c.x)")),
-    ("SELECT p.name FROM q p JOIN t c ON c.a = p.id WHERE c.d LIKE '2020%' GROUP BY p.id ORDER BY MAX(c.x) DESC, "
-     "p.name LIMIT 3",
-     ("p.name LIMIT 2", "p.name LIMIT 4", "MAX(c.x) DESC LIMIT 3", "p.id LIMIT 3", "SUM(c.x)"))])
+@pytest.mark.parametrize("query, parts", GIVEN["mutants"].items())
 def test_mutants_by_hand(query, parts):
     mutants = list(sql_mutants.mutants_of(query, ["A", "B"]))
     for part in parts:
@@ -235,38 +199,30 @@ def test_mutants_by_hand(query, parts):
     assert query not in mutants
 
 
-def test_databases_keep_what_the_domain_tells_the_agent(tasks):
+def test_databases_keep_what_the_domain_tells_the_agent(parts):
     """Keys lead somewhere, names differ, amounts are positive, a status is stored in one way, no date is behind this
-    year."""
-    for task in itertools.chain(*tasks.values()):
-        codes = {fact.get("slot"): fact["code"] for fact in task["facts"] if fact["matters"]}
-        parents, children, *places = task["databases"][0]
+    year. The last one has no children; the one before it many parents, or nothing of this year."""
+    for task, facts, (parents, children, *places) in parts:
         statuses = {row[2] for row in task["databases"][0][parents]}
-        dates = [date for tables in task["databases"] for row in tables[children] for date in row[4:6] if date]
-        assert all(re.fullmatch(r"20\d\d-(0[1-9]|1[012])-(0[1-9]|[12]\d|3[01])", date) for date in dates)
-        year = codes.get("year", sql.LAST_YEAR)
-        assert max(dates)[:4] == year == max(row[4] for row in task["databases"][0][children] if row[4])[:4]
+        dates = [[date for row in tables[children] for date in row[4:6] if date] for tables in task["databases"]]
+        assert all(re.fullmatch(r"20\d\d-(0[1-9]|1[012])-(0[1-9]|[12]\d|3[01])", date) for date in sum(dates, []))
+        codes = {slot: fact["code"] for slot, fact in facts.items()}
+        year, most = codes.get("year", sql.LAST_YEAR), 20_000 if codes.get("unit") else 400
+        assert max(sum(dates, []))[:4] == year == max(row[4] for row in task["databases"][0][children] if row[4])[:4]
         for tables in task["databases"]:
             for table in (parents, *places):
                 assert len({row[1] for row in tables[table]}) == len(tables[table])
             assert {row[2] for row in tables[parents]} <= statuses | {None}
             assert {row[1] for row in tables[children]} <= {row[0] for row in tables[parents]}
             assert not places or {row[3] for row in tables[parents]} <= {row[0] for row in tables[places[0]]}
-            assert all(cell is None or type(cell) is int and 0 < cell < (20_000 if codes.get("unit") else 400)
-                       for row in tables[children] for cell in row[2:4])
-
-
-def test_shapes_of_hidden_databases(tasks):
-    for task in tasks["train"]:
-        parents, children, *_ = task["databases"][0]
-        special, last = task["databases"][-2:]
+            amounts = {cell for row in tables[children] for cell in row[2:4]} - {None}
+            assert all(type(amount) is int and 0 < amount < most for amount in amounts)
+        assert task["databases"][-1][children] == [] and len(task["databases"]) == 7
         pattern = task["family"].split("_")[1]
-        assert last[children] == [] and len(task["databases"]) == 7
         if pattern == "names":
-            assert len(special[parents]) == 18
-        elif pattern != "status":                                   # nothing has happened yet this year
-            year = next(fact["code"] for fact in task["facts"] if fact.get("slot") == "year")
-            assert all(date is None or date[:4] < year for row in special[children] for date in row[4:6])
+            assert len(task["databases"][-2][parents]) == 18
+        elif pattern != "status":
+            assert max(dates[-2])[:4] < year
 
 
 def test_the_databases_of_a_reference_are_the_same_whatever_the_seed():
@@ -276,8 +232,8 @@ def test_the_databases_of_a_reference_are_the_same_whatever_the_seed():
         return {task["task_id"]: task["databases"] for task in tasks}
 
     first, second = make(0), make(1)
-    assert len(first.keys() & second.keys()) > 0
-    assert all(first[name] == second[name] for name in first.keys() & second.keys())
+    common = first.keys() & second.keys()
+    assert common and all(first[name] == second[name] for name in common)
 
 
 def test_what_the_request_states(tasks):
@@ -285,10 +241,10 @@ def test_what_the_request_states(tasks):
     assert set(stated) == {0, 1} and 0.12 < sum(stated) / len(stated) < 0.5                       # 30 %
     assert not any(fact["told"] for task in tasks["validation"] for fact in task["facts"])
     assert all(sql.all_known(task, START) for task in tasks["test"])
-    lines = [task["problem_description"].split("\n") for task in tasks["train"]]
-    assert len({request for request, _ in lines}) > 40
-    assert all(tables.startswith(task["schema"][13:20].split("(")[0])
-               for (_, tables), task in zip(lines, tasks["train"]))
+    requests, tables = zip(*(task["problem_description"].split("\n") for task in tasks["train"]))
+    assert len({*requests}) > 40
+    for task, first in zip(tasks["train"], tables):
+        assert f"CREATE TABLE {first}".startswith(task["schema"][:20].split("(")[0])
 
 
 def test_every_look_shows_what_it_is_for_and_the_simulator_shows_no_sql(tasks, environment):
@@ -301,8 +257,7 @@ def test_every_look_shows_what_it_is_for_and_the_simulator_shows_no_sql(tasks, e
                 assert asked == [i], (question, [task["facts"][j]["topic"] for j in asked])
             for query in fact.get("looks", ()):
                 rows = look(environment, query, task)
-                history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"QUERY: {query}"},
-                           {"role": "user", "content": rows}]
+                history = turns("?", f"QUERY: {query}", rows)
                 assert sql.known_facts(task, history) == {i} and sql.known_facts(task, history[:2]) == set(), rows
                 looks[fact["slot"]] += 1
         assert not any(sql.looked_at(task, query) for query in task["idle_looks"])
@@ -321,10 +276,10 @@ def task_by_hand():
         {**fact("the deadline"), "matters": False}], "idle_looks": ["SELECT COUNT(*) FROM orders"]}
 
 
-START = [{"role": "user", "content": "How many?"}]
-LOOK, SHOWN = "QUERY: SELECT MAX(placed) FROM orders", {"role": "user", "content": "MAX(placed)\n2025-01-01"}
-ASKED = [{"role": "assistant", "content": "What is the limit?"}, {"role": "user", "content": "1"}]
-LOOKED = [{"role": "assistant", "content": LOOK}, SHOWN]
+LOOK = "QUERY: SELECT MAX(placed) FROM orders"
+START = turns("How many?")
+_, *ASKED = turns("How many?", "What is the limit?", "1")
+_, *LOOKED = turns("How many?", LOOK, "MAX(placed)\n2025-01-01")
 
 
 @pytest.mark.parametrize("history, message, kind", [
@@ -342,7 +297,7 @@ def test_kinds_of_turns(history, message, kind):
 
 
 def test_what_is_known_decision_by_decision():
-    task, failed = task_by_hand(), [LOOKED[0], {"role": "user", "content": "Error: no such column: placed"}]
+    task, failed = task_by_hand(), turns("How many?", LOOK, "Error: no such column: placed")[1:]
     for more, known in (([], [False, False]), (ASKED, [True, False]), (LOOKED, [False, True]), (failed, [False, False]),
                         (LOOKED + ASKED, [True, True])):
         facts = sql.facts(task, START + more)
@@ -361,35 +316,34 @@ def test_leaks(reply, kind):
     assert sql.leak_of(task, reply) == kind
 
 
-def test_the_answer_of_a_turn():
-    def answer(text, is_last=False):
-        return sql.answer_of([{"content": text}], is_last)
+def answer(text, is_last=False):
+    return sql.answer_of(turns("?", text), is_last)
 
+
+def test_the_answer_of_a_turn():
     assert answer("Which year?") is None and answer(LOOK) is None and answer(LOOK, True) == LOOK
     assert answer(f"So: {sql.MARKER} ```sql\nSELECT 1\n```") == answer(f"{sql.MARKER}\nSELECT 1\n") == "SELECT 1"
 
 
 # --- the stages
 
-def play(tasks, folder, agent, max_rounds):
-    call(2, "--tasks", write(folder / "tasks", tasks), "--agent", agent, "--max-rounds", max_rounds, "--out",
-         folder / agent, "--overwrite")
-    return read(folder / agent)
-
-
 def test_scripted_agents(tasks, tmp_path):
-    asked, few, informed = (play(tasks["train"][:5], tmp_path, agent, max_rounds) for agent, max_rounds in (
-        ("script-asker", 8), ("script-asker", 4), ("script-informed", 8)))
-    noisy = play(tasks["train"][:20], tmp_path, "script", 8)
-    mean = [sum(map(sql.eval_score, rows)) / len(rows) for rows in (asked, few, informed, noisy)]
-    assert mean[0] == 1 and mean[1] < 0.8 and mean[2] > 0.8 and 0.2 < mean[3] < 0.8               # patience is short
-    asker, script = (sql.measure(rows) | measure_turns(rows, sql) for rows in (asked, noisy))
+    played = {}
+    for name, agent, num_tasks, max_rounds in (("asker", "script-asker", 4, 8), ("few rounds", "script-asker", 4, 4),
+                                               ("informed", "script-informed", 5, 8), ("noisy", "script", 20, 8)):
+        call(2, "--tasks", write(tmp_path / "tasks", tasks["train"][:num_tasks]), "--agent", agent, "--max-rounds",
+             max_rounds, "--out", tmp_path / name)
+        played[name] = read(tmp_path / name)
+    mean = {name: sum(map(sql.eval_score, rows)) / len(rows) for name, rows in played.items()}
+    assert mean["asker"] == 1 and mean["few rounds"] < 0.8                                        # patience is short
+    assert mean["informed"] > 0.8 and 0.2 < mean["noisy"] < 0.8
+    asker, noisy = (sql.measure(played[name]) | measure_turns(played[name], sql) for name in ("asker", "noisy"))
     assert set(asker["turns"]) == {"ask needed", "look needed", "right answer"} and asker["all_known"] == 1
-    assert {"ask for a look", "ask idle", "look idle", "early answer"} <= set(script["turns"])
-    assert sum(script["turns"].values()) == pytest.approx(1)
-    assert script["success_seen"] == mean[3] and "success_unseen" not in script and script["looks"] > 0.5
-    assert script["success_when_known"] > script["success_when_not_known"]
-    assert any(turn.get("tool") for turn in noisy[0]["dialogue_history"])
+    assert {"ask for a look", "ask idle", "look idle", "early answer"} <= set(noisy["turns"])
+    assert sum(noisy["turns"].values()) == pytest.approx(1)
+    assert noisy["success_seen"] == mean["noisy"] and "success_unseen" not in noisy and noisy["looks"] > 0.5
+    assert noisy["success_when_known"] > noisy["success_when_not_known"]
+    assert any(turn.get("tool") for turn in played["noisy"][0]["dialogue_history"])
 
 
 def test_an_asker_takes_what_has_most_values_first():
@@ -397,11 +351,6 @@ def test_an_asker_takes_what_has_most_values_first():
     assert sql.asker_turn(task, START, 8, random.Random(0)) == LOOK
     assert sql.asker_turn(task, START + LOOKED, 8, random.Random(0)) == "What is the limit?"
     assert sql.asker_turn(task, START, 1, random.Random(0)).startswith(sql.MARKER)
-
-
-def test_check_finds_nothing(tasks, tmp_path):
-    call(1, "--check", write(tmp_path / "tasks", tasks["validation"][:3]), "--out", tmp_path / "checks")
-    assert [(check["num_tests"], check["findings"]) for check in read(tmp_path / "checks")] == [(6, {})] * 3
 
 
 LOOK_FACT = {"topic": "t", "questions": ["?"], "matters": False, "told": False, "by": "look"}
@@ -415,12 +364,6 @@ LOOK_FACT = {"topic": "t", "questions": ["?"], "matters": False, "told": False, 
 def test_bad_tasks_are_one_line(change, line):
     with pytest.raises(ColBenchError, match=re.escape(line)):
         check_kind({**task_of("sum"), **change}, sql.TASK, "file:1")
-
-
-def test_what_agents_of_the_domain_need(tmp_path):
-    path = write(tmp_path / "tasks", [task_of("sum")])
-    assert 'missing "facts"' in refused(2, "--tasks", path, "--agent", "script", "--out", tmp_path / "x")
-    assert "script-asker" in refused(2, "--tasks", path, "--agent", "script-x", "--out", tmp_path / "x")
 
 
 def test_a_simulating_model_is_told_its_part(environment):
@@ -448,11 +391,96 @@ def test_a_reference_that_leaves_the_order_of_rows_open(reference, is_open):
     assert (sql.doubt_of(task) is not None) == is_open
 
 
-def test_a_reference_that_leaves_the_order_open_is_found_by_check_and_named_at_import(tasks, tmp_path):
+def test_check_finds_nothing_but_a_reference_that_leaves_the_order_open_which_is_named_at_import(tasks, tmp_path):
     tied = {**task_of("sum"), "task_id": "tied", "ground_truth": "SELECT name FROM customers ORDER BY status"}
     path = write(tmp_path / "tasks.jsonl", [*tasks["validation"][:3], tied])
     doubt = "database1: the reference leaves the order of its rows open: ties of ORDER BY, or LIMIT"
     call(1, "--check", path, "--out", tmp_path / "checks.jsonl")
-    assert [check["findings"] for check in read(tmp_path / "checks.jsonl")] == [{}, {}, {}, {"order": doubt}]
+    checks = [(check["num_tests"], check["findings"]) for check in read(tmp_path / "checks.jsonl")]
+    assert checks == [(6, {})] * 3 + [(6, {"order": doubt})]
     printed = call(1, "--source", "colbench", "--domain", "sql", "--path", path, "--out", tmp_path / "imported.jsonl")
     assert f"task tied: right answers may be graded wrong: {doubt}\n" in printed
+
+
+# --- the query in what models write around it
+
+def by_clause(query):
+    """The query with a line for each clause."""
+    return re.sub(r" (FROM|JOIN|WHERE|AND|GROUP BY|HAVING|ORDER BY|LIMIT) ", r"\n\1 ", query)
+
+
+def commented(query):
+    first, _, rest = query.partition(" FROM ")
+    return f"-- it's the list\n{first}  -- what counts\nFROM {rest}\n/* that is all; */"
+
+
+def small(query):
+    """The keywords in small letters."""
+    return re.sub(r"\b[A-Z]{2,}\b(?=[^']*(?:'[^']*'[^']*)*$)", lambda match: match[0].lower(), query)
+
+
+SHAPES = {"one line": str, "a line a clause": by_clause, "comments": commented, "small letters": small}
+ONE_LINE = ("backticks", "double backticks", "bold query", "full stop", "prose before, in a line", "colon in a line",
+            "tags in a line", "prompt", "backticks in prose")       # such texts hold no line breaks, so no comments
+
+
+def answers_of(text):
+    """The answer of a dialogue that ends with this text: behind the marker, in the last round without it; and as a file
+    has it that somebody else made."""
+    return [answer(f"{sql.MARKER}\n{text}"), answer(f"{sql.MARKER} {text}"), answer(text, is_last=True), text]
+
+
+def test_answers_are_scored_by_the_query_in_them(tasks, environment):
+    task = next(task for task in tasks["train"] if task["family"].endswith("names"))
+    mistake = list(sql_mutants.mutants_of(task["ground_truth"], []))[3]
+    right, wrong = (answers_of(f"```sql\n{query}\n```") for query in (task["ground_truth"], mistake))
+    verdicts = asyncio.run(environment.score([(task, text) for text in [*right, mistake, *wrong]]))
+    rewards = [verdict["reward"] for verdict in verdicts]
+    assert rewards == [1] * 4 + rewards[-1:] * 5 and 0 < rewards[-1] < 1
+
+
+def test_the_same_query_is_found_in_every_wrapping_and_shape(tasks):
+    def plain(query):
+        query = query.removeprefix("-- it's the list\n").removesuffix(";").removesuffix("/* that is all; */")
+        return " ".join(query.split()).rstrip("; ")
+
+    for task in tasks["train"][::6]:
+        for (shape, change), (name, wrapping) in itertools.product(SHAPES.items(), WRAPPINGS.items()):
+            if shape == "comments" and name in ONE_LINE or name == "prose before, in a line" and shape != "one line":
+                continue                                            # nobody writes it so
+            query = change(task["ground_truth"])
+            text = wrapping.replace("{q}", query)
+            assert {plain(statement_of(answer)) for answer in answers_of(text)} == {plain(query)}, text
+
+
+@pytest.mark.parametrize("message", GIVEN["with marker"])
+def test_the_query_is_found_wherever_the_marker_stands(tasks, message):
+    for task in tasks["train"][::12]:
+        query = task["ground_truth"]
+        text = message.replace("{m}", sql.MARKER).replace("{q}", query).replace("{j}", json.dumps(query))
+        assert answer(text).rstrip("; ") == query, text
+
+
+@pytest.mark.parametrize("text, statement", [(texts[0], texts[-1]) for texts in GIVEN["statements"]])
+def test_statements_by_hand(text, statement):
+    assert statement_of(text) == statement
+    assert statement_of(statement) == statement
+
+
+def test_any_text_is_read_fast():
+    pieces = ("'", '"', "`", "[", "(", ")", "/*", "--", ";", "\n\n", "\nA b c.", "```", "~~~", "<sql>", "SELECT ", ":",
+              "WITH a AS (", "/**/", "**", "```sql\n", ". A", "WITH (", "\n(", "``")
+    texts = [first + piece * (MAX_CHARS // len(piece)) for piece in pieces for first in ("", "SELECT ", "So: ")]
+    texts += [piece * 50_000 for piece in pieces]
+    for text in texts:
+        begin = time.process_time()                                 # other work on the machine does not count
+        statement_of(text[:MAX_CHARS] if len(text) < 2 * MAX_CHARS else text)
+        assert time.process_time() - begin < 20, text[:40]          # below 1 s; once it took hours
+
+
+def test_what_begins_a_query_and_what_is_an_order():
+    """An order is outside of comments, strings, names and parentheses."""
+    assert begins_as(QUERY, " ( -- a\n/* b */ SELECT 1")
+    assert begins_as(QUERY, "with a(b) as not materialized (select 1)")
+    assert not begins_as(QUERY, "With this query AS (") and not begins_as(QUERY, "selected")
+    assert all(map(is_ordered, GIVEN["ordered"])) and not any(map(is_ordered, GIVEN["unordered"]))
