@@ -297,9 +297,10 @@ class Browser:
         them the page is alone."""
         for _ in range(num_tabs):
             await self.free.acquire()
-        tab, render, fault = self.tabs.pop(), None, None
+        tab, clean_tab, render, fault = self.tabs.pop(), None, None, None
         try:
             if not tab or not tab.chromium.is_connected():
+                tab = None
                 async with self.starting:                           # a start may take longer than a page
                     if not await self.alive():
                         await self.stop()
@@ -308,14 +309,13 @@ class Browser:
             render = await with_deadline(MAX_PAGE_S, self.draw(tab, html, path, read), tab.crashed)
             if ACTIVE.search(html):
                 await with_deadline(5, self.clear(tab), tab.crashed)
-            tab.busy = False
+            clean_tab = tab
         except (self.Error, TimeoutError) as error:
             fault = fault_of(tab, error)
         finally:
-            if tab and tab.busy:
+            if tab and not clean_tab:
                 await self.close_part(tab.context)
-                tab = None
-            self.tabs.append(tab)
+            self.tabs.append(clean_tab)
             for _ in range(num_tabs):
                 self.free.release()
         if self.error:
@@ -345,7 +345,7 @@ class Browser:
         await tab.page.goto("about:blank")
         await tab.session.send("Page.resetNavigationHistory")
         reply = await tab.session.send("Page.createIsolatedWorld", {"frameId": tab.frame})
-        tab.world, tab.new, tab.busy = reply["executionContextId"], True, False
+        tab.world, tab.new = reply["executionContextId"], True
 
     async def close_part(self, part):
         """Close a page or a context."""
@@ -375,11 +375,11 @@ class Browser:
         return reply["result"].get("value")
 
     async def draw(self, tab, html, path, read):
-        """The Render of a page in a tab, which is busy from now on."""
+        """The Render of a page in a tab."""
         active = ACTIVE.search(html)
         if active and not tab.new:
             await self.clear(tab)
-        tab.html, tab.new, tab.busy = html, False, True
+        tab.html, tab.new = html, False
         await self.evaluate(tab, PAGE_LOAD % json.dumps(html))
         for frame in tab.page.frames if active else []:
             if frame.url:                                           # one that was refused has none, and runs nothing
