@@ -31,24 +31,17 @@ def codes_of(task):
 
 def test_a_task_is_its_template_with_its_codes(tasks):
     for task in tasks["train"]:
-        page = task["ground_truth"]
-        assert task["template"].format(**codes_of(task)) == page == frontend.page_of(page) and frontend.owns(task)
+        page, codes = task["ground_truth"], codes_of(task)
+        assert task["template"].format(**codes) == page == frontend.page_of(page) and frontend.owns(task)
         assert task.keys() == {"task_id", "problem_description", "ground_truth", "family", "template", "slots"}
         for slot in task["slots"]:
             assert slot["guesses"][0] == slot["code"]
             assert len({*slot["guesses"]}) == len(slot["guesses"]) == len(slot["names"]) >= 3
-        assert frontend.page_values(task, f"Look:\n{page}\nDo you like it?") == codes_of(task)
+        assert frontend.page_values(task, f"Look:\n{page}\nDo you like it?") == codes
+        assert len(re.findall(r"\w+|(?:(?!(?<=\w) (?=\w))\W)+", page)) <= 160        # the tokens of 04's tiny model
     assert frontend.page_values(task, "Could you tell me more?") is None
-
-
-def test_one_task_literally():
-    [task] = make_tasks(frontend, 1, 0, "all", "all")
-    assert task["problem_description"].startswith(
-        "A website for an old bakery in our town. The background should be pink. The font should be sans-serif. The ")
-    assert task["slots"][4] == {
-        "slot": "side", "topic": "sidebar", "code": "display:none",
-        "guesses": ["display:none", "float:left", "float:right"],
-        "names": ["no sidebar", "on the left", "on the right"], "told": True}
+    train, test = ({task["ground_truth"] for task in tasks[split]} for split in ("train", "test"))
+    assert len(train) == len(test) == 60 and not train & test
 
 
 def test_the_idea_leaves_out_what_is_not_told(tasks):
@@ -57,16 +50,15 @@ def test_the_idea_leaves_out_what_is_not_told(tasks):
         assert told == {slot["slot"]: slot["code"] for slot in task["slots"] if slot["told"]}
         assert len(told) <= 2 and "\n" not in task["problem_description"]
     assert 0.15 < sum(any(s["told"] for s in task["slots"]) for task in tasks["train"]) / 60 < 0.45
-    for told, number in (("none", 0), ("all", 10)):
-        [task] = make_tasks(frontend, 1, 0, "all", told)
-        assert len(frontend.asked_values(task, task["problem_description"])) == number
-
-
-def test_splits_share_no_page_and_pages_are_short(tasks):
-    train, test = ({task["ground_truth"] for task in tasks[split]} for split in ("train", "test"))
-    assert len(train) == len(test) == 60 and not train & test
-    for page in train:                                                     # the tokens of 04's tiny model
-        assert len(re.findall(r"\w+|(?:(?!(?<=\w) (?=\w))\W)+", page)) <= 160
+    [none], [task] = (make_tasks(frontend, 1, 0, "all", told) for told in ("none", "all"))
+    assert frontend.asked_values(none, none["problem_description"]) == {}
+    assert len(frontend.asked_values(task, task["problem_description"])) == 10
+    assert task["problem_description"].startswith(
+        "A website for an old bakery in our town. The background should be pink. The font should be sans-serif. The ")
+    assert task["slots"][4] == {
+        "slot": "side", "topic": "sidebar", "code": "display:none",
+        "guesses": ["display:none", "float:left", "float:right"],
+        "names": ["no sidebar", "on the left", "on the right"], "told": True}
 
 
 # --- pages in what models write
