@@ -83,37 +83,33 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return bool(every) and number % every == 0
 
     def refusal(self, request, number):
-        """(status, headers, what is said)."""
-        args = self.args
+        """(status, what is said)."""
+        args, served = self.args, [*PROGRAMS, "model"] if self.model else PROGRAMS
         prompt = self.model[1].decode(request["prompt"]) if "prompt" in request else json.dumps(request["messages"])
-        if args.key and self.headers["Authorization"] != f"Bearer {args.key}":
-            return 401, {}, "Incorrect API key provided"
-        if request["model"] not in PROGRAMS and not (self.model and request["model"] == "model"):
-            return 404, {}, f"The model `{request['model']}` does not exist."
-        if args.strict and "top_k" in request:
-            return 400, {}, "Unrecognized request argument supplied: top_k"
-        if self.is_every("limit", number):
-            return 429, {"Retry-After": "0.2"}, "Rate limit reached"
-        if self.is_every("busy", number):
-            return 503, {"Retry-After": "0.1"}, "Loading model"
-        if args.refuse and args.refuse in prompt:
-            return 400, {}, "This text is not allowed"
-        if args.full and args.full in prompt:
-            return 400, {}, "This model's maximum context length is 8 tokens"
-        return 200, {}, None
+        for is_refused, status, text in (
+                (args.key and self.headers["Authorization"] != f"Bearer {args.key}", 401, "Incorrect API key provided"),
+                (request["model"] not in served, 404, f"The model `{request['model']}` does not exist."),
+                (args.strict and "top_k" in request, 400, "Unrecognized request argument supplied: top_k"),
+                (self.is_every("limit", number), 429, "Rate limit reached"),
+                (self.is_every("busy", number), 503, "Loading model"),
+                (args.refuse and args.refuse in prompt, 400, "This text is not allowed"),
+                (args.full and args.full in prompt, 400, "This model's maximum context length is 8 tokens")):
+            if is_refused:
+                return status, text
+        return 200, None
 
     def do_POST(self):
         request, args = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.args
         with self.lock:
             Handler.num_requests = number = self.num_requests + 1
-        status, headers, refusal = self.refusal(request, number)
+        status, refusal = self.refusal(request, number)
         with self.lock, open(args.log or os.devnull, "a") as log:
             log.write(json.dumps({**request, "key": self.headers["Authorization"], "status": status}) + "\n")
         if number == args.die_at:
             os._exit(1)
         time.sleep(60 if number == args.hang_at else args.delay_s)
         if refusal:
-            return self.send(status, json.dumps({"error": {"message": refusal}}), headers)
+            return self.send(status, json.dumps({"error": {"message": refusal}}))
         if request["model"] == "model":
             text, ids, ended, read = sample(*self.model, request, self.lock)
         else:
@@ -131,10 +127,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "usage": {"prompt_tokens": read, "completion_tokens": len(ids), "total_tokens": read + len(ids)}})
         self.send(200, body[:30] if self.is_every("broken", number) else body, cut=self.is_every("cut", number))
 
-    def send(self, status, text, headers=None, cut=False):
+    def send(self, status, text, cut=False):
         data = text.encode()
         self.send_response(status)
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
+        headers = {"Content-Type": "application/json", "Content-Length": len(data), "Retry-After": "0.1"}
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 from colbench import backend
-from conftest import BASE, call, dies, read, ROOT, rows_of_actions, stage, weights, write
+from conftest import BASE, call, dies, read, ROOT, rows_of_actions, stage, trajectory, weights, write
 from lib import engine as engine_module
 from lib import training
 from lib.engine import Engine
@@ -81,12 +81,11 @@ def folder(tmp_path_factory):
     """Has demos.jsonl: of each template task a right answer and a wrong one, of which no scorer is asked."""
     folder, rows = tmp_path_factory.mktemp("gpu"), []
     for task in stage(1).make_tasks(backend, 12, 0, "train", "some"):
+        asked = [{"role": "user", "content": task["problem_description"]},
+                 {"role": "assistant", "content": "Is there a limit?"}, {"role": "user", "content": "No."}]
         for sample, code in enumerate((task["ground_truth"], "def wrong():\n    return 0")):
-            history = [{"role": role, "content": content} for role, content in (
-                ("user", task["problem_description"]), ("assistant", "Is there a limit?"), ("user", "No."),
-                ("assistant", f"{backend.MARKER}\n{code}"))]
-            rows.append({"task": task, "task_id": task["task_id"], "sample": sample, "dialogue_history": history,
-                         "answer": code, "reward": 1.0 - sample, "max_rounds": 8})
+            rows.append(trajectory(task["task_id"], code, task=task, sample=sample, reward=1.0 - sample, max_rounds=8))
+            rows[-1]["dialogue_history"][:1] = asked
     write(folder / "demos.jsonl", rows)
     return folder
 
@@ -112,18 +111,15 @@ def flags_of(folder, kind):
     return flags
 
 
-def faults(folder, cpu_folder, dtype="float32"):
-    """{what, as in TOLERANCES: by how much} a training run is too far from another one."""
-    row, cpu_row = read(folder / "metrics.jsonl")[-1], read(cpu_folder / "metrics.jsonl")[-1]
-    initial, trained = weights(BASE), weights(folder)
-    change = distance = 0.0
-    for name, cpu_weight in weights(cpu_folder).items():
-        change += (cpu_weight - initial[name]).square().sum().item()
-        distance += (cpu_weight - trained[name]).square().sum().item()
-    found = {"loss": abs(row["loss"] - cpu_row["loss"]), "gnorm": abs(row["gnorm"] / cpu_row["gnorm"] - 1),
-             "update": (distance / change) ** .5}
-    print(found)
-    return {name: value for name, value in found.items() if not value <= TOLERANCES[dtype][name]}
+def assert_close(folder, other, dtype="float32"):
+    """A training run is as near to another one as TOLERANCES say."""
+    row, other_row = read(folder / "metrics.jsonl")[-1], read(other / "metrics.jsonl")[-1]
+    initial, trained, expected = weights(BASE), weights(folder), weights(other)
+    change = sum((expected[name] - initial[name]).square().sum().item() for name in expected)
+    distance = sum((expected[name] - trained[name]).square().sum().item() for name in expected)
+    assert row["loss"] == pytest.approx(other_row["loss"], abs=TOLERANCES[dtype]["loss"])
+    assert row["gnorm"] == pytest.approx(other_row["gnorm"], rel=TOLERANCES[dtype]["gnorm"])
+    assert (distance / change) ** .5 <= TOLERANCES[dtype]["update"]
 
 
 LORA = ["--lora", 4, "--merge"]
@@ -144,7 +140,7 @@ def test_training(folder, kind, options):
         run_on("cpu", *flags, "--out", cpu_folder)
     gpu_folder = folder / " ".join(map(str, [kind, *options, "gpu"]))
     run_on(DEVICE, *flags, *options, "--out", gpu_folder)
-    assert faults(gpu_folder, cpu_folder, "bfloat16" if "bfloat16" in options else "float32") == {}
+    assert_close(gpu_folder, cpu_folder, "bfloat16" if "bfloat16" in options else "float32")
 
 
 def test_a_run_that_is_killed_goes_on(folder):
@@ -153,7 +149,7 @@ def test_a_run_that_is_killed_goes_on(folder):
     with dies(training.Checkpoints, "save", calls=2):
         run_on(DEVICE, *flags, "--out", folder / "killed")
     run_on(DEVICE, *flags, "--out", folder / "killed")
-    assert faults(folder / "killed", folder / "whole") == {}
+    assert_close(folder / "killed", folder / "whole")
 
 
 # --- sampling
