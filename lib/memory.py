@@ -63,29 +63,19 @@ def fused_attention(module, query, key, value, mask, **options):
 class PlannedStep:
     """A training step whose memory is asked for.
 
-    world_size                    ranks
-    sharding                      how the model is split over them, and computes (models.Sharding)
-    batch_size, micro_batch_size  examples a step, and at most in a pass
-    rows_an_example, row_tokens   rows of an example, and tokens of each, half of which are taken to be actions'
-    tree                          the rows have masks of their own
-    lora                          a LoraConfig: its adapter alone is trained, all else stays in the arithmetic's type"""
+    world_size            ranks
+    sharding              how the model is split over them, and computes (models.Sharding)
+    num_rows, row_tokens  rows of a rank's micro-batch, and tokens of each, half of which are taken to be actions'
+    accumulates           the step has several micro-batches, whose gradients add up
+    tree                  the rows have masks of their own
+    lora                  a LoraConfig: its adapter alone is trained, all else stays in the arithmetic's type"""
     world_size: int
     sharding: models.Sharding
-    batch_size: int
-    micro_batch_size: int
-    rows_an_example: int
+    num_rows: int
     row_tokens: int
-    tree: bool = False
-    lora: object = None
-
-    @property
-    def num_examples(self):
-        """Examples of a micro-batch."""
-        return min(self.micro_batch_size, math.ceil(self.batch_size / self.world_size))
-
-    @property
-    def num_rows(self):
-        return self.num_examples * self.rows_an_example
+    accumulates: bool
+    tree: bool
+    lora: object
 
 
 class Fsdp:
@@ -99,10 +89,9 @@ class Fsdp:
 
     def __init__(self, model, step):
         self.model, self.layers = model, models.layers_of(model)
-        # several micro-batches, whose gradients add up
-        self.accumulates = step.batch_size > step.num_examples * step.world_size
+        self.accumulates = step.accumulates
         shards = step.world_size
-        is_split = step.world_size > 1 or step.sharding.dtype != "float32"          # as of models.shard
+        is_split = shards > 1 or step.sharding.dtype != "float32"                   # as of models.shard
         self.parameters = {layer: list(layer.parameters()) for layer in self.layers}
         in_layers = set().union(*self.parameters.values())
         self.parameters[model] = list(set(model.parameters()) - in_layers)
@@ -113,7 +102,9 @@ class Fsdp:
             self.flat[group] = self.gathered[group] * (shards > 1)
             self.reduced[group] = 4 * trained * is_split
             self.kept[group] = 4 * trained / shards
-        self.ahead = dict(zip(self.layers, [0, *map(self.flat.get, self.layers)]))
+        self.ahead, before = {}, 0
+        for layer in self.layers:
+            self.ahead[layer], before = before, self.flat[layer]
         self.trained = sum(self.kept.values())
         frozen = [parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad]
         self.frozen = sum(frozen) / shards
@@ -196,9 +187,10 @@ def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
     """Print the memory plan (memory_plan) that a stage's --dry-run asks for."""
     from transformers import AutoConfig
     name = args.model
-    lora = models.lora_config(args.model, args.lora, args.lora_targets, args.merge)
-    step = PlannedStep(args.dry_run, models.sharding_of(args), batch_size, args.micro_batch_size, rows_an_example,
-                       args.max_length, is_tree, lora)
+    lora = models.lora_config(name, args.lora, args.lora_targets, args.merge)
+    num_examples = min(args.micro_batch_size, math.ceil(batch_size / args.dry_run))         # of a micro-batch
+    step = PlannedStep(args.dry_run, models.sharding_of(args), num_examples * rows_an_example, args.max_length,
+                       batch_size > num_examples * args.dry_run, is_tree, lora)
     if models.reads_images(name):
         raise InputError(f"{name}: --dry-run knows models of text alone")
     config = models.from_pretrained(AutoConfig, name)

@@ -31,7 +31,7 @@ def main():
     config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
                          num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
     sharding = Sharding(dtype, bool(checkpointing))
-    planned = PlannedStep(world_size, sharding, rows * micro_batches * world_size, rows, 1, tokens, bool(tree), lora)
+    planned = PlannedStep(world_size, sharding, rows, tokens, micro_batches > 1, bool(tree), lora)
     plan = memory_plan(config, planned, common.token_logps)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 

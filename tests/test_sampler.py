@@ -13,7 +13,7 @@ from test_servers import few_retries, log_of  # noqa: F401
 
 import common
 import lib.servers
-from conftest import begin, call, Partial, read, refused, ROOT, run, serving, stage, wait
+from conftest import begin, call, Partial, read, refused, ROOT, run, serving, stage, wait, write
 from lib.models import encode, load_tokenizer, stop_ids
 from lib.runtime import InputError, Rows, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
@@ -212,9 +212,7 @@ def test_after_many_failures_in_a_row_no_further_row_is_begun(tmp_path):
 @pytest.fixture(scope="module")
 def few(workspace, tmp_path_factory):
     """A file of two dialogues."""
-    path = tmp_path_factory.mktemp("few") / "few.jsonl"
-    path.write_text("".join((workspace / "offline.jsonl").read_text().splitlines(True)[:2]))
-    return path
+    return write(tmp_path_factory.mktemp("few") / "few.jsonl", read(workspace / "offline.jsonl")[:2])
 
 
 def policy_flags(few, out, *more):
@@ -268,7 +266,7 @@ def test_ids_of_a_server_are_kept_and_read_by_a_critic(workspace, critic, tmp_pa
     """In passes of --max-tokens."""
     limits, score = [], common.score_actions
     monkeypatch.setattr(common, "score_actions", lambda *arguments: (limits.append(arguments[3]), score(*arguments))[1])
-    (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:3]))
+    write(tmp_path / "tasks", read(workspace / "tasks.jsonl")[:3])
     server = serve("--model", BASE, "--cut", 9, "--no-end", 10)
     call(2, "--tasks", tmp_path / "tasks", "--agent", f"{server['url']}#model", "--agent-tokenizer", BASE,
          "--max-rounds", 2, "--max-new-tokens", 30, "--best-of", 3, "--critic", critic, "--concurrency", 2,
@@ -286,7 +284,7 @@ def test_ids_of_a_server_are_kept_and_read_by_a_critic(workspace, critic, tmp_pa
 
 def test_a_judge_and_branches_need_no_ids(workspace, tmp_path, serve):
     server = serve("--model", BASE)
-    (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:2]))
+    write(tmp_path / "tasks", read(workspace / "tasks.jsonl")[:2])
     agent = ["--agent", f"{server['url']}#model", "--max-rounds", 2, "--max-new-tokens", 20]
     call(2, "--tasks", tmp_path / "tasks", *agent, "--best-of", 2, "--critic", f"judge:{server['url']}#counter",
          "--out", tmp_path / "best")
