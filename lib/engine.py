@@ -96,7 +96,6 @@ class Engine:
         self.row_numbers = torch.arange(slots, device=self.device)
         self.cache = Cache(layers=[])
         self.cache.update = self.update
-        self.rows = self.positions = self.width = None          # forward() sets them for update()
         self.has_few_shapes = self.device.type == "cuda"        # of decoding steps, which are then graphs
         self.inputs = torch.zeros(slots, 4, dtype=torch.float64, device=self.device)        # of a step, see step()
         self.graphs = {}                                        # {shape of a step: None, then its Graph}
@@ -286,7 +285,7 @@ class Engine:
     def forward(self, rows, ids, positions, width):
         """The last hidden states (R, T, H) of new ids (R, T) at `positions` (R, T) in R rows of the cache, of which the
         first `width` places are read. rows: their numbers (R,), or the slice of the first R, which are not copied."""
-        self.rows, self.positions, self.width = rows, positions, width
+        self.rows, self.positions, self.width = rows, positions, width                                # for update()
         places = torch.arange(width, device=self.device)[None]                                        # (1, width)
         is_seen = places[:, None, None, :] <= positions[:, None, :, None]                             # (R, 1, T, width)
         mask = decoder_mask(self.model, self.window, is_seen, positions, places)

@@ -730,19 +730,19 @@ def fresh_model(texts):
     system prompt out, which never changes for a model that knows one job."""
     from tokenizers import decoders, models, normalizers, pre_tokenizers, Regex, Tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    normalizer = normalizers.Sequence([
+    words = Tokenizer(models.Unigram())
+    words.normalizer = normalizers.Sequence([
         normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), "▁▁"),
         normalizers.Replace(Regex(r"(?<![\w▁])(?=\w)|(?<=\w)(?![\w▁])"), "▁")])
-    pre_tokenizer = pre_tokenizers.Split(Regex(r"▁\w+▁|[^\w▁]+"), "isolated")
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁\w+▁|[^\w▁]+"), "isolated")
     counts = collections.Counter()
     for text in texts:
-        counts.update(piece for piece, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)))
+        counts.update(piece for piece, _ in words.pre_tokenizer.pre_tokenize_str(words.normalizer.normalize_str(text)))
     pieces = sorted((p for p, count in counts.items() if count >= 5), key=lambda p: (-counts[p], p))[:2000]
     characters = [c for c in [*map(chr, range(32, 127)), "\n", "▁"] if c not in pieces]
     vocabulary = ([("<|pad|>", 0.0)] + [(p, -1.0) for p in pieces] + [(c, -20.0) for c in characters]
                   + [(f"<0x{byte:02X}>", -40.0) for byte in range(256)])
-    words = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
-    words.normalizer, words.pre_tokenizer = normalizer, pre_tokenizer
+    words.model = models.Unigram(vocabulary, unk_id=0, byte_fallback=True)
     words.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁▁", " "),
                                        decoders.Replace("▁", "")])
     words.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])

@@ -48,8 +48,7 @@ def run_stage(main, *errors):
     except BaseException as error:                                   # torch's CheckpointException is no Exception
         if not isinstance(error, (InputError, OSError, *errors)) and not is_of_full_disk(error):
             raise
-        line = error_text(error).replace("\n", "\\n")
-        print(f"error: {line}", file=sys.stderr)
+        print("error:", error_text(error).replace("\n", "\\n"), file=sys.stderr)
         sys.exit(2)
     finally:
         if dist.is_initialized():
@@ -432,12 +431,10 @@ def check_same_command(out, before, now):
     old, new = [json.loads(re.sub(r'https?:/[^#"]*', "", json.dumps(said))) for said in (before, now)]
     for part in ("args", "inputs"):
         for key in {**old[part], **new[part]}:
-            old_value, new_value = old[part].get(key, "not given"), new[part].get(key, "not given")
+            old_value, new_value = old[part].get(key), new[part].get(key)
             if old_value != new_value:
-                difference = f"another {key}"
-                if part == "args":
-                    difference = f"--{key.replace('_', '-')} {old_value}, now {new_value}"
-                raise InputError(f"{out}: made with {difference}; choose another --out or add --overwrite")
+                raise InputError(f"{out}: made with another {key} ({old_value}, now {new_value}); choose another --out "
+                                 "or add --overwrite")
 
 
 @on_main

@@ -314,7 +314,7 @@ def test_another_command_is_refused_unless_nothing_is_there_yet(data, tmp_path):
     first = ["--tasks", data / "tasks.jsonl", "--agent", "script", "--out", tmp_path / "o"]
     call(2, *first)
     line = refused(2, *first, "--seed", 1)
-    assert "made with --seed 0, now 1; choose another --out or add --overwrite" in line
+    assert "made with another seed (0, now 1); choose another --out or add --overwrite" in line
     (tmp_path / "o").unlink()
     call(2, *first, "--seed", 1)                                     # nothing was lost
     assert json.loads((tmp_path / "o.args.json").read_text())["args"]["seed"] == 1

@@ -249,7 +249,7 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(few, gree
     assert process.returncode == 2 and "two equal actions" in process.stderr
     assert len(log_of(clean)) - before == 3 * (num_states - len(done))
     assert (out / "candidates.jsonl").read_bytes() == greedy.read_bytes() and not list(out.glob("*.partial*"))
-    assert "made with --sampler" in run("04_train_policy.py", *arguments, f"{clean['url']}#other").stderr
+    assert "made with another sampler" in run("04_train_policy.py", *arguments, f"{clean['url']}#other").stderr
 
 
 def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean):
