@@ -18,7 +18,7 @@ study = importlib.import_module("scripts.study")
 def chain(tmp_path_factory):
     """The chain in small, twice: its folder, what each call printed, and the times of the weights between the two."""
     out = tmp_path_factory.mktemp("chain")
-    words = ["base", "rft", "mtdpo", "sweet", "--chain", "0", "--out", str(out), "--set", "dialogues=20", "num_test=3",
+    words = ["base", "rft", "mtdpo", "sweet", "--chain", "2", "--out", str(out), "--set", "dialogues=8", "num_test=2",
              "max_rounds=6"]
 
     def run_command(command, stdout, stderr, env):
@@ -48,7 +48,7 @@ def test_the_chain_evaluates_every_method_and_names_the_page(chain):
     out, printed, _, _ = chain
     metrics = json.loads((out / "report" / "metrics.json").read_text())
     assert list(metrics) == ["base", "rft", "mtdpo", "sweet"]
-    assert all(m["n"] == 6 and 0 <= m["success_rate"] <= 1 and len(m["ci95"]) == 2 for m in metrics.values())
+    assert all(m["n"] == 4 and 0 <= m["success_rate"] <= 1 and len(m["ci95"]) == 2 for m in metrics.values())
     assert "report.html" in printed
 
 
