@@ -248,13 +248,13 @@ def made_once(tmp_path_factory, name, make):
 
 
 def make_workspace(folder):
-    succeed("01_generate_tasks.py", "--num-tasks", 24, "--split", "train", "--out", folder / "tasks.jsonl")
-    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "script", "--max-rounds", 8, "--out",
-            folder / "demos.jsonl")
-    succeed("04_train_policy.py", "--method", "sft", "--model", "tiny", "--trajectories", folder / "demos.jsonl",
-            "--lr", 3e-3, "--max-steps", 4, "--out", folder / "model")
-    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "models/tiny", "--max-rounds", 8,
-            "--samples", 3, "--max-new-tokens", 120, "--out", folder / "offline.jsonl")
+    tasks, demos = folder / "tasks.jsonl", folder / "demos.jsonl"
+    call(1, "--num-tasks", 24, "--split", "train", "--out", tasks)
+    call(2, "--tasks", tasks, "--agent", "script", "--max-rounds", 8, "--out", demos)
+    call(4, "--method", "sft", "--model", "tiny", "--trajectories", demos, "--lr", 3e-3, "--max-steps", 4, "--out",
+         folder / "model")
+    call(2, "--tasks", tasks, "--agent", "models/tiny", "--max-rounds", 8, "--samples", 3, "--max-new-tokens", 120,
+         "--out", folder / "offline.jsonl")
 
 
 @pytest.fixture(scope="session")
@@ -288,8 +288,8 @@ def critic_note(head):
 
 def trained_critic(workspace, tmp_path_factory, num_steps, *options):
     def make(folder):
-        succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr",
-                1e-3, "--max-steps", num_steps, *options, "--out", folder / "critic")
+        call(3, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3, "--max-steps", num_steps,
+             *options, "--out", folder / "critic")
     return made_once(tmp_path_factory, "_".join(["critic", str(num_steps), *options]), make) / "critic"
 
 

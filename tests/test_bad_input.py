@@ -199,12 +199,13 @@ def test_examples_that_cannot_be_learned_from(data, tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_too_many_tasks_or_no_system_prompt(data, tmp_path, monkeypatch):
+def test_too_many_tasks_no_system_prompt_or_a_dry_run_of_a_fork(data, tmp_path, monkeypatch):
     out = ["--out", tmp_path / "out"]
     monkeypatch.setattr(colbench, "MOST_DRAWS_IN_VAIN", 3)
     assert refused(1, "--num-tasks", 9 ** 6, "--split", "test", *out).startswith("--num-tasks 531441: there are only ")
     words = ["--tasks", data / "tasks.jsonl", "--agent", BASE, "--system-prompt", tmp_path / "none.txt"]
     assert refused(2, *words, *out).startswith(f"{tmp_path / 'none.txt'}: no such file or directory")
+    assert refused(fork("gain"), *TRAIN.split(), "--dry-run", 2) == "--dry-run goes with 04_train_policy.py"
     assert contents(tmp_path) == {}
 
 
@@ -230,8 +231,7 @@ FLAGS = {                       # {program: flags, or (flags, what the line says
     "critics": [("", "one of the arguments --gates --critic is required"), "--gates ''"],
     "distill": ["--divergence both", "--method sft"],
     "grpo": [("--signed", "--signed and --reference-sees-c go with --critic")],
-    "answers": [("", "--critic")],
-    "gain": ["--dry-run 2"]}
+    "answers": [("", "--critic")]}
 
 
 @pytest.mark.parametrize("program, flag", [(program, flag) for program, flags in FLAGS.items() for flag in flags])

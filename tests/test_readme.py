@@ -285,12 +285,15 @@ def test_every_row_runs_small(tmp_path, workspace):
     for words in commands_of(environment, tmp_path):
         if words[0] == "05_evaluate.py":
             continue
-        kind, out = kind_of(words), words[-1]
-        if kind in outputs:
-            copy = shutil.copytree if os.path.isdir(outputs[kind]) else shutil.copy
-            copy(outputs[kind], out)
+        out = words[-1]
+        first = outputs.setdefault(kind_of(words), out)
+        if first != out:
+            if os.path.isdir(first):
+                shutil.copytree(first, out)
+                continue
+            for ending in ("", ".args.json"):
+                shutil.copy(first + ending, out + ending)
             continue
-        outputs[kind] = out
         if words[0] == "01_generate_tasks.py" and "test" in words:
             words += ["--num-tasks", "2"]                            # the last one wins
         if words[0] == "02_rollout.py" and "offline" not in out:
