@@ -72,13 +72,19 @@ def test_half_a_line(data, tmp_path, name):
     assert contents(tmp_path) == {"file.jsonl": content}
 
 
-MISTAKES = {                    # {stage and flags: the line}
+MISTAKES = {                    # {stage and flags: how the line begins}
     "2 --agent script --tasks DEMOS": "DEMOS:1: a dialogue, not a task; 01_generate_tasks.py makes tasks",
     "3 --model MODEL --trajectories TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks",
     "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder; did you mean models/tiny?",
     "3 --trajectories DEMOS --model smolm2": "smolm2: no such folder or name; did you mean smollm2?",
     "2 --tasks TASKS --agent MODEL --simulator rule": "rule: no such folder or name; did you mean rules?",
     "3 --trajectories DEMOS --model DATA/rft": "DATA/rft: no such folder",
+    "3 --trajectories DEMOS --model nobody/such": "nobody/such: no model of this name",
+    "3 --trajectories DEMOS --model tests": "tests: no model of this name",
+    "2 --tasks TASKS --agent ./nowhere": "./nowhere: no such folder",
+    "2 --tasks TASKS --agent MODEL --simulator ./nowhere": "./nowhere: no such folder",
+    "4 --method rft --trajectories DEMOS --model ./nowhere": "./nowhere: no such folder",
+    "2 --tasks TASKS --agent MODEL --system-prompt NONE": "NONE: no such file or directory",
     "5 a=DATA": "DATA: is a directory", "1 --check NONE": "NONE: no such file or directory",
     "4 --method sweet --trajectories DEMOS --model MODEL --critic MODEL/config.json":
         "MODEL/config.json: a file; a critic is a folder of 03_train_critic.py, MODEL perhaps"}
@@ -92,7 +98,7 @@ def test_mistakes(data, tmp_path, words):
             text = text.replace(name, str(path))
         return text
     number, *flags = with_paths(words).split()
-    assert refused(int(number), *flags, "--out", tmp_path / "out") == with_paths(MISTAKES[words])
+    assert refused(int(number), *flags, "--out", tmp_path / "out").startswith(with_paths(MISTAKES[words]))
     assert contents(tmp_path) == {}
 
 
@@ -169,19 +175,6 @@ def test_critics(data, tmp_path, number, words, text, message):
     assert contents(tmp_path) == ({} if text is None else {"critic.json": text.encode()})
 
 
-@pytest.mark.parametrize("model", ["nobody/such", "./nowhere", "tests"])
-def test_models(data, tmp_path, model):
-    tasks, demos = ["--tasks", data / "tasks.jsonl"], ["--trajectories", data / "demos.jsonl"]
-    stages = [(3, [*demos, "--model", model])]
-    if model == "./nowhere":
-        stages += [(2, [*tasks, "--agent", model]), (2, [*tasks, "--agent", BASE, "--simulator", model]),
-                   (4, [*demos, "--method", "rft", "--model", model])]
-    for number, words in stages:
-        line = refused(number, *words, "--out", tmp_path / "out")
-        assert line.startswith(f"{model}: no {'such folder' if model == './nowhere' else 'model of this name'}"), line
-    assert contents(tmp_path) == {}
-
-
 def test_examples_that_cannot_be_learned_from(data, tmp_path):
     rows = read(data / "demos.jsonl")
     lost = write(tmp_path / "lost", [{**row, "reward": 0.0} for row in rows])
@@ -199,12 +192,10 @@ def test_examples_that_cannot_be_learned_from(data, tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_too_many_tasks_no_system_prompt_or_a_dry_run_of_a_fork(data, tmp_path, monkeypatch):
-    out = ["--out", tmp_path / "out"]
+def test_too_many_tasks_or_a_dry_run_of_a_fork(tmp_path, monkeypatch):
     monkeypatch.setattr(colbench, "MOST_DRAWS_IN_VAIN", 3)
-    assert refused(1, "--num-tasks", 9 ** 6, "--split", "test", *out).startswith("--num-tasks 531441: there are only ")
-    words = ["--tasks", data / "tasks.jsonl", "--agent", BASE, "--system-prompt", tmp_path / "none.txt"]
-    assert refused(2, *words, *out).startswith(f"{tmp_path / 'none.txt'}: no such file or directory")
+    line = refused(1, "--num-tasks", 9 ** 6, "--split", "test", "--out", tmp_path / "out")
+    assert line.startswith("--num-tasks 531441: there are only ")
     assert refused(fork("gain"), *TRAIN.split(), "--dry-run", 2) == "--dry-run goes with 04_train_policy.py"
     assert contents(tmp_path) == {}
 
