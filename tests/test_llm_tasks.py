@@ -122,17 +122,20 @@ def test_other_splits_are_counted_apart(sampler, tmp_path):
 
 # --- going on
 
+FEW = [REPLIES[i] for i in (0, 1, 3, 4, 2, 11, 12)]                              # of which 0, 4 and 6 are kept
+
+
 def test_batches_and_a_server_that_dies_do_not_change_the_file(sampler, tmp_path):
-    sampler.replies = REPLIES + [""] * 3
+    sampler.replies = list(FEW)
     make(*arguments(tmp_path / "whole.jsonl", "--num-tasks", 3, "--concurrency", 7))
     asked = [seed for _, _, seed in sampler.chats]
-    sampler.replies, sampler.chats[:] = REPLIES[:6] + [InputError("the server died")], []
+    sampler.replies, sampler.chats[:] = FEW[:5] + [InputError("the server died")], []
     command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3)
     assert refused(1, *command) == "the server died"
     assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.rejected.jsonl").exists()
-    sampler.replies, sampler.chats[:] = REPLIES[6:] + [""] * 3, []
+    sampler.replies, sampler.chats[:] = [*FEW[5:], ""], []
     make(*command)
-    assert [seed for _, _, seed in sampler.chats][:8] == asked[6:]               # what is there is not asked again
+    assert [seed for _, _, seed in sampler.chats][:2] == asked[5:]               # what is there is not asked again
     for ending in ("jsonl", "rejected.jsonl"):
         assert (tmp_path / f"t.{ending}").read_bytes() == (tmp_path / f"whole.{ending}").read_bytes()
     make(*command)                                                                                  # done: asks nothing
@@ -140,14 +143,14 @@ def test_batches_and_a_server_that_dies_do_not_change_the_file(sampler, tmp_path
 
 def test_too_many_attempts_are_one_line_and_more_of_them_go_on(sampler, tmp_path):
     command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--max-attempts")
-    sampler.replies = REPLIES[:6]
-    assert refused(1, *command, 6) == (
-        "--max-attempts 6: 2 of 3 tasks kept (2 kept, 2 no JSON object, 1 too few tests, 1 random; see "
+    sampler.replies = FEW[:4]
+    assert refused(1, *command, 4) == (
+        "--max-attempts 4: 1 of 3 tasks kept (2 no JSON object, 1 kept, 1 too few tests; see "
         f"{tmp_path / 't.rejected.jsonl'}); the same command with a higher one goes on from here")
-    assert len(read(tmp_path / "t.rejected.jsonl")) == 4 and not (tmp_path / "t.jsonl").exists()
-    sampler.replies = REPLIES[6:]
-    make(*command, 13)
-    assert [task["attempt"] for task in read(tmp_path / "t.jsonl")] == [0, 2, 12] and sampler.replies == []
+    assert len(read(tmp_path / "t.rejected.jsonl")) == 3 and not (tmp_path / "t.jsonl").exists()
+    sampler.replies = FEW[4:]
+    make(*command, 7)
+    assert [task["attempt"] for task in read(tmp_path / "t.jsonl")] == [0, 4, 6] and sampler.replies == []
 
 
 def test_a_local_model_on_one_rank_or_two(tmp_path):
