@@ -28,7 +28,7 @@ def main():
     world_size = int(world_size)
     checkpointing, rows, tokens, micro_batches, tree, *rank = map(int, numbers)
     lora = import_peft().LoraConfig(r=rank[0], target_modules="all-linear") if rank else None
-    config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
+    config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=8,
                          num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
     sharding = Sharding(dtype, bool(checkpointing))
     planned = PlannedStep(world_size, sharding, rows, tokens, micro_batches > 1, bool(tree), lora)

@@ -73,7 +73,7 @@ def test_replies_of_a_local_model(local):
 def test_a_misbehaving_server_changes_no_reply(local, serve, monkeypatch, capsys):
     """Rate limits, busy, empty, aborted, broken and cut replies, ids without an end, a reply that never comes. At
     temperature 0 replies are those that are sampled here. Each request has its prompt's ids, and its key's seed."""
-    monkeypatch.setattr(lib.servers, "TIMEOUT_S", 1)
+    monkeypatch.setattr(lib.servers, "TIMEOUT_S", 3)
     monkeypatch.setattr(lib.servers, "RETRIES", 9)
     monkeypatch.setattr(lib.servers, "TRIES", 12)
     server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--empty", 9, "--abort", 15, "--broken", 10,
