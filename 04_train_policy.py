@@ -377,10 +377,7 @@ def short_examples(examples, args):
 
 def inputs_of(args):
     """What the output depends on beside the arguments: files, folders, names of models."""
-    inputs = [args.trajectories, args.model, args.candidates, args.sampler]
-    if args.critic != common.UNTRAINED:
-        inputs.append(args.critic)
-    return inputs
+    return [args.trajectories, args.model, args.candidates, args.sampler, args.critic]
 
 
 def begin(args):

@@ -130,10 +130,6 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny, monkeyp
     monkeypatch.setattr(common, "actions_item", rows_of_actions)
     (plain, *_), = common.score_actions(critic, tiny[1], points, 4096, "cpu")
     assert b == c != a and a == pytest.approx(plain, abs=1e-5)
-    if head == "regression":                                                       # the policy stage takes it as it is
-        call(4, *policy_flags(workspace, "sweet", tmp_path / "p", "--critic", out, "--data-frac", 0.03,
-                              "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1))
-        assert all(len(row["advantages"]) == 4 for row in read(tmp_path / "p" / "scored.jsonl"))
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
@@ -246,12 +242,15 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
     assert not any(critic_stage.is_held_out(task, 0.3) for task in trained)
     assert all(critic_stage.is_held_out(task, 0.3) for task in held_out)
     pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
+    first = [row for row in trajectories if row["sample"] == 0]      # one dialogue a task: no pair
     if head == "value":                                              # every dialogue of the other tasks, one by one
         assert groups == [(number,) for number, trajectory in enumerate(trajectories)
                           if not critic_stage.is_held_out(trajectory["task_id"], 0.3)]
-        assert set(held_out_pairs) < set(pairs)
+        assert set(held_out_pairs) < set(pairs) and critic_stage.split_groups(first, args)[1] == []
     else:
         assert sorted(groups + held_out_pairs) == sorted(pairs)      # no pair is lost
+        with pytest.raises(InputError, match="no trajectory pairs"):
+            critic_stage.split_groups(first, args)
 
 
 def test_it_learns_its_training_pairs(workspace, tmp_path):
@@ -300,14 +299,3 @@ def test_another_reference_is_refused(critic, workspace, tmp_path):
               "back, or train the critic again")
     assert refused(4, *policy_flags(workspace, "sweet", tmp_path / "x", "--critic", copied)) == wanted
     assert not (tmp_path / "x").exists()
-
-
-def test_the_value_head_learns_from_single_dialogues(workspace):
-    """One dialogue a task: no pair, which only the held-out accuracy needs."""
-    first = [row for row in read(workspace / "offline.jsonl") if row["sample"] == 0]
-    args = critic_stage.parse_args([*REQUIRED, "--head", "value"])
-    groups, held_out = critic_stage.split_groups(first, args)
-    assert held_out == [] and 0 < len(groups) <= len(first)
-    args.head = "lm"
-    with pytest.raises(InputError, match="no trajectory pairs"):
-        critic_stage.split_groups(first, args)

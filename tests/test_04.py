@@ -24,7 +24,7 @@ def flags(workspace, method, out, *more):
 
 
 def sweet_flags(workspace, critic, out, *more):
-    return flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.2, "--num-candidates", 8,
+    return flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
                  "--max-new-tokens", 80, "--nll-coef", 0, *more)
 
 
@@ -115,14 +115,12 @@ def test_phases_can_be_inspected(sweet):
     assert f"{len(pairs)} pairs of {4 * len(scored)} asked for" in printed and (out / "COMPLETED").exists()
 
 
-def test_an_equal_pair_is_half_right(sweet, workspace, tmp_path):
+def test_an_equal_pair_is_half_right(sweet):
     chosen, rejected = torch.tensor([0.3, 0.3 + 3e-7, 0.3 - 3e-7, 0.4, 0.2]), torch.full((5,), 0.3)
     numbers = preference_numbers(chosen, rejected, torch.zeros(5), "float32")
     assert numbers["acc"].tolist() == [0.5, 0.5, 0.5, 1, 0]
     assert numbers["margin"].mean().item() == pytest.approx(0, abs=1e-6)
     assert read(sweet[0] / "metrics.jsonl")[0]["acc"] == 0.5
-    call(4, *flags(workspace, "mtdpo", tmp_path / "m", "--dtype", "bfloat16", "--max-steps", 1))
-    assert read(tmp_path / "m" / "metrics.jsonl")[0]["acc"] == 0.5
 
 
 def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):
@@ -165,15 +163,6 @@ def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, 
     assert [row["step"] for row in read(tmp_path / "m" / "metrics.jsonl")] == [1]
 
 
-def test_the_policy_loads_and_continues_to_talk(sweet, workspace, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(sweet[0]), AutoTokenizer.from_pretrained(sweet[0])
-    assert tokenizer.chat_template and tokenizer.eos_token == "<|end|>"
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Can you write a function?"}], return_tensors="pt",
-                                        add_generation_prompt=True, return_dict=True)
-    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
-
-
 # --- prompts
 
 def published(workspace, path, num=6):
@@ -194,7 +183,7 @@ def published(workspace, path, num=6):
 
 def untrained(path, out, *more):
     return ["--method", "sweet", "--critic", "untrained", "--trajectories", path, "--model", BASE, "--data-frac", 1,
-            "--num-candidates", 6, "--max-new-tokens", 60, "--max-steps", 1, "--out", out, *more]
+            "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1, "--out", out, *more]
 
 
 def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace, tmp_path, monkeypatch):
@@ -244,7 +233,7 @@ def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
     assert "p.jsonl: no examples to train on" in line and f"{len(pairs)} pairs are longer than --max-length 5" in line
     turns = len(read(tmp_path / "a" / "candidates.jsonl"))
     line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "d", "--max-new-tokens", 1))
-    assert f"0 pairs of {4 * turns} asked for" in line and f"{6 * turns} candidates stopped by" in line
+    assert f"0 pairs of {4 * turns} asked for" in line and f"{4 * turns} candidates stopped by" in line
     line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "e", "--max-new-tokens", 2040))
     assert "no turns to train on: their prompts leave no room for --max-new-tokens 2040" in line
 

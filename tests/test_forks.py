@@ -19,7 +19,7 @@ from lib.data import read_trajectories
 from lib.models import encode, Projection
 
 grpo, distill, gain, answers = MODULES = [fork(name) for name in ("grpo", "distill", "gain", "answers")]
-SMALL = ["--data-frac", 0.4, "--num-candidates", 6, "--max-new-tokens", 60, "--nll-coef", 0]
+SMALL = ["--data-frac", 0.25, "--num-candidates", 6, "--max-new-tokens", 60, "--nll-coef", 0]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,10 @@ def flags(few, out, *more):
 def runs(few, critic, tmp_path_factory):
     """{name: (module, flags, the finished folder)} of a run of each fork; `plain` is without the flags of answers."""
     folder = tmp_path_factory.mktemp("runs")
-    plain = [*SMALL, "--critic", critic]
+    plain = [*SMALL, "--critic", critic, "--max-steps", 1]
     candidates = ["--candidates", folder / "plain" / "candidates.jsonl"]
     forks = {"grpo": (grpo, []), "signed": (grpo, ["--critic", critic, "--signed"]), "distill": (distill, []),
-             "gain": (gain, [*SMALL, "--data-frac", 0.2, "--pairs-together"]), "plain": (answers, plain),
+             "gain": (gain, [*SMALL, "--data-frac", 0.1, "--pairs-together"]), "plain": (answers, plain),
              "answers": (answers, [*plain, *candidates, "--answer-coef", 0.5, "--answers-by-outcome"])}
     finished = {}
     for name, (module, words) in forks.items():

@@ -44,8 +44,9 @@ def trackio(monkeypatch):
 
 def test_a_training_that_was_killed_continues_its_curve(workspace, tmp_path, trackio):
     """Killed at step 4, one step after the last state: step 3 is computed again and stands there once."""
-    arguments = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--num-trajectories", 30,
-                 "--max-steps", 5, "--save-every", 2, "--out", tmp_path / "out", "--track", "colbench"]
+    arguments = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--num-trajectories", 12,
+                 "--batch-size", 2, "--epochs", 9, "--held-out-frac", 0, "--max-steps", 5, "--save-every", 2,
+                 "--out", tmp_path / "out", "--track", "colbench"]
     with dies(training.Loop, "update", calls=3):
         call(3, *arguments)
     [[name, before]] = trackio().items()
