@@ -209,7 +209,7 @@ class Checkpoints:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
-                del model[name]
+                model.pop(name, None)
         return {"model": model, "optimizer": optimizer}
 
     def save(self, step):
