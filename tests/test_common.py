@@ -35,17 +35,14 @@ def test_a_system_prompt_may_be_empty(tmp_path, capsys):
 
 
 def test_every_text_survives_the_tiny_tokenizer(tiny):
+    """A word is one token, in a reply and in code."""
     _, tokenizer = tiny
     for text in ("Please use 12 for the fee.\ndef f(x):\n    return x[:3] + \"-\"", "Zwölf  façades, 99.5 % ▲ 漢字!",
                  "a b  c\n\n d",
                  "it's 3x_4 __init__(self)", " leading and trailing "):
         assert tokenizer.decode(encode(tokenizer, text)) == text
-
-
-def test_a_word_is_one_token_in_reply_and_in_code(tiny):
-    _, tokenizer = tiny
-    reply, code = (encode(tokenizer, text) for text in ("Please use 12 for the basic fee.", "    return 12\n"))
-    assert ids_of(tokenizer, "▁12▁")[0] in reply and ids_of(tokenizer, "▁12▁")[0] in code
+    for text in ("Please use 12 for the basic fee.", "    return 12\n"):
+        assert ids_of(tokenizer, "▁12▁")[0] in encode(tokenizer, text)
 
 
 def turns_of_two(tokenizer):
