@@ -17,7 +17,6 @@ from colbench.values import equal_values, real
 ASKS_NOTHING = "it asks the answer nothing"
 NONE_ALONE = f"{ASKS_NOTHING} (all its tests give None, as an empty function does)"
 BROKEN = ["error", "a broken result"]                               # code wrote it itself
-TOO_DEEP = RecursionError, MemoryError
 GIVING = {ast.Yield, ast.YieldFrom, ast.Lambda, ast.ClassDef}
 ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
 
@@ -66,7 +65,7 @@ class Test:
                 raise RecursionError
             if any(compares(node, names) for node in self.nodes):
                 self.value = ["error", "a comparison inside an expression"]
-        except TOO_DEEP:
+        except (RecursionError, MemoryError):
             self.value = ["error", "an expression that is nested too deep"]
         if self.operator and self.is_gradeable:
             is_whole = is_tuple(result[1], len(self.sides))
