@@ -46,6 +46,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    from colbench import scorer
+    scorer.num_cores = lambda: 1                                     # as in processes.py: a second worker takes 0.3 s
     gc.freeze()                                                      # no collection looks at what is imported by now
     gc.enable()
 

@@ -289,8 +289,7 @@ def test_published_verdicts(compat, scorer, monkeypatch, name, calls, references
             assert reward_of(score.tests) == rewards[number], (why, answer)
 
 
-def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("colbench.scorer.num_cores", lambda: 1)     # it starts faster
+def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
     answers = {"a": LOOP, "b": "def f(n): raise SystemExit", "c": "import math\ndef f(n): return math.factorial(n)"}
     write_jsonl(tmp_path / "t.jsonl", [
         {"task": {"problem_description": name, **TEN}, "answer": answer,
@@ -307,8 +306,7 @@ def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path, monke
 
 # ---- the data check
 
-def test_data_check(tmp_path, monkeypatch):
-    monkeypatch.setattr("colbench.scorer.num_cores", lambda: 1)     # it starts faster
+def test_data_check(tmp_path):
     checked = [                                                     # body of f(n), findings, the best constant answer
         ("return n", [], 0.75), ("return 1 // n", ["reference fails"], 0.5),    # f(2) == 2 is True, and so 1
         ("import no_such_package", ["missing package"], 0), ("import random; return random.random()", ["random"], 0),
