@@ -3,7 +3,7 @@
 The rewards of the file, from 0 to 1, count, because nothing here can score the answers. A system message at the
 beginning is the agent's system prompt. "c" is what a critic may know: a reference solution, or anything else that the
 agent did not see. Dialogues that begin with the same message of the user, and have the same "c", are of one task."""
-from colbench import ColBenchError, task_id
+from colbench import check_kind, ColBenchError, task_id
 from colbench.defaults import *  # noqa: F403
 from colbench.schema import list_of, number, one_of, record
 
@@ -19,14 +19,13 @@ ROW = record({"messages": list_of(MESSAGE), "reward": number(0, 1)}, {"c": str})
 
 def as_trajectory(row, where):
     """The trajectory of a row; ColBenchError, which begins with `where`, if it is none."""
-    fault = ROW(row)
-    messages = row["messages"] if not fault else []
+    check_kind(row, ROW, where)
+    messages = row["messages"]
     roles = [message["role"] for message in messages]
     turns = messages[roles[:1].count("system"):]
-    if not fault and ("system" in roles[1:] or not {"user", "assistant"} <= set(roles) or turns[0]["role"] != "user"):
-        fault = '"messages" must begin with a user\'s, after at most one of the system, and have one of the assistant'
-    if fault:
-        raise ColBenchError(f"{where}: {fault}")
+    if "system" in roles[1:] or not {"user", "assistant"} <= set(roles) or turns[0]["role"] != "user":
+        raise ColBenchError(f'{where}: "messages" must begin with a user\'s, after at most one of the system, and have '
+                            "one of the assistant")
     task = {"problem_description": turns[0]["content"], "ground_truth": row.get("c", ""), "own": True}
     answer = [turn["content"] for turn in turns if turn["role"] == "assistant"][-1]
     trajectory = {"task_id": task_id(task), "task": task, "dialogue_history": turns, "answer": answer,

@@ -112,18 +112,11 @@ def statement_of(text):
         return text
     text = TAG.sub("\n", text).strip()
     blocks = [without_language(block) for _, block in FENCE.findall(text)]
-    spans = [span for _, span in BACKTICKS.findall(FENCE.sub("\n\n", text))]
-    for candidate in [*blocks, *spans]:
+    prose = FENCE.sub("\n\n", text).strip()
+    spans = [span for _, span in BACKTICKS.findall(prose)]
+    for candidate in [*blocks, *spans, query_in_prose(prose), *strings_of(text)]:
         if begins_as(QUERY, candidate):
             return whole_query(candidate)
-    prose = FENCE.sub("\n\n", text).strip()
-    if not begins_as(OTHER_STATEMENT, prose):
-        position = begin_in_prose(prose)
-        if position is not None:
-            return whole_query(prose[position:])
-    for string in strings_of(text):
-        if begins_as(QUERY, string):
-            return whole_query(string)
     return blocks[0] if blocks and blocks[0] else text
 
 
@@ -136,8 +129,10 @@ def without_language(block):
     return (rest if re.fullmatch(r"[\w+#.-]*\s*", first) else block).strip()
 
 
-def begin_in_prose(text):
-    """Where in a text its first query begins; None where there is none."""
+def query_in_prose(text):
+    """A text from where its first query begins; "" where there is none, or where it begins as another statement."""
+    if begins_as(OTHER_STATEMENT, text):
+        return ""
     for begin in BEGINS:
         looked_to = -1
         for match in begin.finditer(text):
@@ -145,8 +140,8 @@ def begin_in_prose(text):
                 continue
             looked_to = first_word(text, match.end())
             if QUERY.match(text, looked_to) and not is_remark(text, match.end()):
-                return match.end()
-    return None
+                return text[match.end():]
+    return ""
 
 
 def is_remark(text, position):
