@@ -35,23 +35,8 @@ import warnings
 import common
 from colbench import ColBenchError, domain_of, DOMAINS, in_split, make_tasks, published, SPLITS, task_id, written
 from colbench.scorer import check_tasks, Scorer
-from lib import data, flags
-from lib.runtime import (
-    add_costs,
-    barrier,
-    begin_output,
-    InputError,
-    is_done,
-    on_main,
-    partial_files,
-    read_jsonl,
-    read_text,
-    Rows,
-    run_stage,
-    say,
-    start,
-    write_jsonl,
-)
+from lib import data, flags, runtime
+from lib.runtime import begin_output, InputError, is_done, read_jsonl, Rows, run_stage, say, start, write_jsonl
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.servers import strip_thoughts
 
@@ -81,7 +66,7 @@ def read_seed_texts(path):
     if str(path).endswith((".jsonl", ".jsonl.gz")):
         texts = [row["text"] for row in read_jsonl(path, {"text": str})]
     else:
-        texts = re.split(r"\n\s*\n", read_text(path))
+        texts = re.split(r"\n\s*\n", runtime.read_text(path))
     texts = [text.strip()[:written.MAX_SEED_CHARS] for text in texts if text.strip()]
     if not texts:
         raise InputError(f"{path}: no text in it")
@@ -90,7 +75,8 @@ def read_seed_texts(path):
 
 async def attempt_row(number, sampler, texts, scorers, args):
     """The row of an attempt: what the model replied, and its task or the reason why there is none; repeats aside."""
-    text, kind = texts[number % len(texts)], random.Random(f"{args.seed} {number}").choice(written.KINDS)
+    text = texts[number % len(texts)]
+    kind = random.Random(f"{args.seed} {number}").choice(written.KINDS)
     chat = [{"role": "user", "content": written.TASK_PROMPT.format(text=text, kind=kind)}]
     key = args.seed, number, "task"
     [reply] = await sampler.sample(chat, 1, args.temperature, args.max_new_tokens, key)
@@ -121,31 +107,32 @@ def write_model_tasks(args):
     """--source llm: ask the model until --num-tasks of its tasks are kept. The attempts stand in a file beside the
     output until then, which the same command goes on with; how many are in flight does not change what is kept."""
     warnings.simplefilter("ignore", SyntaxWarning)                      # of what the model writes
-    runtime = start(args.seed)
+    run = start(args.seed)
     texts = read_seed_texts(args.seeds) if args.seeds else re.split("; |\n", written.TOPICS)
     random.Random(args.seed).shuffle(texts)
     inputs = [args.seeds, args.model]
     if is_done(vars(args), args.out, inputs):
         return
     room = MOST_PROMPT_TOKENS + args.max_new_tokens
-    sampler = open_sampler(args.model, runtime.device, args.dtype, args.concurrency, room)
+    sampler = open_sampler(args.model, run.device, args.dtype, args.concurrency, room)
     begin_output(vars(args), args.out, inputs)
 
-    attempts, tasks, num_attempts = [], [], 0
+    attempts, tasks = [], []
+    num_attempts = 0
     scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
     make_row = functools.partial(attempt_row, sampler=sampler, texts=texts, scorers=scorers, args=args)
     with scorers[0], scorers[1]:
         while len(tasks) < args.num_tasks and num_attempts < args.max_attempts:
             num_more = max(args.num_tasks - len(tasks), args.concurrency)
             num_attempts = min(num_attempts + num_more, args.max_attempts)
-            rows = Rows(args.out, runtime)                              # with those that are there already
-            failures = add_rows(rows, range(num_attempts), make_row, args.concurrency, runtime)
+            rows = Rows(args.out, run)                                  # with those that are there already
+            failures = add_rows(rows, range(num_attempts), make_row, args.concurrency, run)
             if failures:
-                finish_rows(rows, num_attempts, failures, runtime)
+                finish_rows(rows, num_attempts, failures, run)
             attempts, tasks = kept_tasks(rows, num_attempts, args.num_tasks)
-    barrier()                                                           # all have read the attempts
+    runtime.barrier()                                                   # all have read the attempts
     finish_tasks(args, attempts, tasks)
-    add_costs(args.out, generated_tokens=sum(row["tokens"] for row in attempts))
+    runtime.add_costs(args.out, generated_tokens=sum(row["tokens"] for row in attempts))
 
 
 def kept_tasks(rows, num_attempts, num_tasks):
@@ -164,7 +151,7 @@ def kept_tasks(rows, num_attempts, num_tasks):
     return attempts, tasks
 
 
-@on_main
+@runtime.on_main
 def finish_tasks(args, rows, tasks):
     """Write the rejected replies and the tasks; InputError where tasks are missing."""
     out = pathlib.Path(args.out)
@@ -180,7 +167,7 @@ def finish_tasks(args, rows, tasks):
                          f"({ends}; see {rejected}); the same command with a higher one goes on from here")
     say(f"{len(rows):,} attempts: {ends}")
     write_jsonl(out, tasks)
-    for path in partial_files(out):
+    for path in runtime.partial_files(out):
         path.unlink()
 
 
@@ -201,11 +188,11 @@ def published_paths(args):
 def take_published(args):
     """--source colbench: write published tasks or trajectories as they are but for "task_id", and a trajectory's
     "sample" and "reward", where missing."""
-    files, rows = published_paths(args), []
+    files = published_paths(args)
     if is_done(vars(args), args.out, files):
         return
-    for file in files:
-        rows += data.read_trajectories(file) if args.trajectories else data.read_tasks(file)
+    read_rows = data.read_trajectories if args.trajectories else data.read_tasks
+    rows = [row for file in files for row in read_rows(file)]
     domain = DOMAINS[args.domain]
     if domain_of(rows[0].get("task", rows[0])) is not domain:
         raise InputError(f"{files[0]}: no tasks of --domain {args.domain}; pass --path FILE with such tasks")
