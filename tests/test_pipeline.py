@@ -18,7 +18,7 @@ study = importlib.import_module("scripts.study")
 def chain(tmp_path_factory):
     """The chain in small, twice: its folder, what each call printed, and the times of the weights between the two."""
     out = tmp_path_factory.mktemp("chain")
-    words = ["base", "rft", "mtdpo", "sweet", "--chain", "2", "--out", str(out), "--set", "dialogues=8", "num_test=2",
+    words = ["base", "rft", "mtdpo", "sweet", "--chain", "2", "--out", str(out), "--set", "dialogues=4", "num_test=2",
              "max_rounds=6"]
 
     def run_command(command, stdout, stderr, env):
