@@ -163,7 +163,7 @@ def parse_args(argv=None):
                        help="what scores a turn, see above")
     group.add_argument("--no-privileged", action="store_true", help="leave c out")
     group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
-                       "reference of eq. 3 reads c, as in the paper, or the dialogue alone")
+                       "reference of eq. 3 reads c, as in the paper, or the dialogue alone (default: yes)")
     group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
     group.add_argument("--held-out-frac", type=flags.share_flag, default=0.05,
                        help="share of the tasks kept for the accuracy")

@@ -15,9 +15,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
         super().__init__(prog, max_help_position=40, width=120)
 
     def _get_help_string(self, action):
-        if action.type is yes_or_no and action.default is True:
-            return f"{action.help} (default: yes)"
-        says_nothing = action.default is None or action.default is False
+        says_nothing = action.default is None or isinstance(action.default, bool)
         return action.help if says_nothing else super()._get_help_string(action)
 
 

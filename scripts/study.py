@@ -269,7 +269,14 @@ def write_tables(out, points, domain):
     for name, runs in points.items():
         rows.append(table_row(runs[0], metrics[name]))
         for dialogue in read_rows(report / "scored" / f"{name}.jsonl"):
-            task_rows.append(task_row(name, runs, dialogue, domain))
+            task_rows.append({
+                "task_id": dialogue["task_id"],
+                "family": dialogue["task"].get("family"),
+                "sample": dialogue["sample"],
+                "seed": runs[dialogue.get("run", 0)].seed,           # 05 numbers the files of a name
+                "arm": name,
+                "success": float(domain.eval_score(dialogue)),
+                "rounds": dialogue["num_rounds"]})
     write_csv(out / "table.csv", rows)
     write_csv(out / "tasks.csv", task_rows)
     print(f"writes {out}/table.csv, {out}/tasks.csv; the page: {report}/report.html")
@@ -284,19 +291,6 @@ def table_row(run, metrics):
             row[column] = f"{value:.7g}"
     row["low"], row["high"] = metrics.get("ci95", ("", ""))
     return row
-
-
-def task_row(name, runs, dialogue, domain):
-    """A row of tasks.csv."""
-    return {
-        "task_id": dialogue["task_id"],
-        "family": dialogue["task"].get("family"),
-        "sample": dialogue["sample"],
-        "seed": runs[dialogue.get("run", 0)].seed,                   # 05 numbers the files of a name
-        "arm": name,
-        "success": float(domain.eval_score(dialogue)),
-        "rounds": dialogue["num_rounds"],
-    }
 
 
 def write_csv(path, rows):
@@ -318,11 +312,9 @@ def parse_args(argv=None):
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14])
     parser.add_argument("--rounds", type=int, default=1, help="rounds of training")
     parser.add_argument("--split", choices=["test", "validation"], default="test", help="tasks to compare agents on")
-    parser.add_argument("--grid", nargs="+", default=[], metavar="FLAG=VALUE,VALUE",
-                        help="settings to try in place of the arms', all combinations")
+    parser.add_argument("--grid", nargs="+", default=[], metavar="FLAG=VALUE,VALUE", help="settings, all combinations")
     parser.add_argument("--chain", type=int, metavar="SEED", help="the chain of run.sh with this seed")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER",
-                        help="in place of a number of the domain: dialogues, num_test, test_seed, samples, …")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="of the domain: num_test=60, say")
     return parser.parse_args(argv)
 
 
