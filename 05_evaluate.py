@@ -44,7 +44,7 @@ from lib.models import load_tokenizer
 from lib.report.export import export
 from lib.report.page import about_lines, page_data, write_report
 from lib.report.plots import report_plots
-from lib.report.turn_advantages import advantage_rows, advantage_summary, kind_lines, read_states
+from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
 from lib.runtime import begin_output, InputError, is_done, read_jsonl, run_stage, say, start, write_json, write_jsonl
 
 MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get advantages
@@ -268,8 +268,8 @@ def cost_lines(metrics):
 
 
 def add_turn_advantages(metrics, files, critic, device):
-    """Give every trajectory "advantages" (common.score_turns) and every method their means. Returns the page's tables:
-    {"by_kind", "by_round": advantage_rows}."""
+    """Give every trajectory "advantages" (common.score_turns) and every method their advantage_summary; returns that of
+    all."""
     trajectories = list(itertools.chain(*files.values()))
     loaded_critic = common.load_critic(critic, common.load_whole(device))
     tokenizer = load_tokenizer(critic.folder)
@@ -280,7 +280,7 @@ def add_turn_advantages(metrics, files, critic, device):
         metrics[name]["turn_advantages"] = advantage_summary(files[name])
     if None in of_turns:
         say(f"{of_turns.count(None):,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no advantage")
-    return {key: advantage_rows(metrics, key) for key in ("by_kind", "by_round")}
+    return advantage_summary(trajectories)
 
 
 def turn_form(critic):

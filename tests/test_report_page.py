@@ -86,13 +86,14 @@ def make_pages(folder):
     return data
 
 
-def advantage_row(label, n, **means):
-    return {"label": label, "n": n, "mean": sum(means.values()) / len(means),
-            "methods": {name: {"n": n // len(means), "mean": mean} for name, mean in means.items()}}
+def summary(n, **means):
+    """{kind or round: {"n", "mean"}}."""
+    return {label.strip("_"): {"n": n, "mean": mean} for label, mean in means.items()}
 
 
-ADVANTAGES = {"by_kind": [advantage_row("needed", 224, base=0.357, sweet=0.25), advantage_row("idle", 9, base=-0.1)],
-              "by_round": [advantage_row("1", 1_460, base=0.125, sweet=-0.25)]}
+ADVANTAGES = {"by_kind": summary(224, needed=0.303, idle=-0.1), "by_round": summary(1_460, _1=-0.0625)}
+OF_METHODS = {"base": {"by_kind": summary(112, needed=0.357, idle=-0.1), "by_round": summary(730, _1=0.125)},
+              "sweet": {"by_kind": summary(112, needed=0.25), "by_round": summary(730, _1=-0.25)}}
 
 
 def write(path, data, **changes):
@@ -101,7 +102,8 @@ def write(path, data, **changes):
     for m, name in enumerate(data["methods"]):
         wins = [d.get("reward") == 1 for d in data["dialogues"] if d["m"] == m]
         rate = sum(wins) / max(1, len(wins))
-        metrics[name] = {"success_rate": rate, "ci95": [rate - 0.02, rate + 0.02]}
+        metrics[name] = {"success_rate": rate, "ci95": [rate - 0.02, rate + 0.02],
+                         "turn_advantages": OF_METHODS.get(name, {"by_kind": {}, "by_round": {}})}
     values = {"metrics": metrics, "metric": "success_rate", "metric_heading": "success",
               "headings": ["success", "leaks"],
               "rows": [[name, f"{method['success_rate']:.3f}", "224"] for name, method in metrics.items()],
@@ -403,7 +405,7 @@ def test_advantage_tables(at):
     tab = at("#view=advantages")
     assert [re.split(r"\s*\t\s*|\n", row) for row in shown(tab, "#advantages tbody tr")] == [
         ["needed", "224", "+0.303", "+0.357 (112)", "–", "+0.250 (112)"],
-        ["idle", "9", "\u22120.100", "\u22120.100 (9)", "–", "–"],
+        ["idle", "224", "\u22120.100", "\u22120.100 (112)", "–", "–"],
         ["1", "1,460", "\u22120.062", "+0.125 (730)", "–", "\u22120.250 (730)"]]
     assert FORMS["advantages"][0] in shown(tab, "#advantages .note")
 
@@ -495,7 +497,7 @@ def hostile(browser, tmp_path_factory):
     page = Page(browser, write(
         tmp_path_factory.mktemp("hostile") / "report.html", data, notes=[script], tables={image: script},
         metric_heading=image, plots=plots,
-        advantages={"by_kind": [advantage_row(script, 1, **{image: 0.5})], "by_round": []}))
+        advantages={"by_kind": summary(1, **{script: 0.5}), "by_round": {}}))
     yield page
     assert page.tab.title() == "Evaluation"
     page.close()
@@ -588,7 +590,7 @@ def test_pages_without_dialogues_or_numbers_open(browser, tmp_path):
     some = without(make_data(4, num_states=2), "reward", "advantage", "sample", of_turns=("advantage",))
     for data, advantages, views in (
             (make_data(0), None, ("results", "compare", "advantages", "candidates")),
-            (some, {"by_kind": [], "by_round": []}, ("results", "compare", "advantages", "candidates",
+            (some, {"by_kind": {}, "by_round": {}}, ("results", "compare", "advantages", "candidates",
              "dialogues&sort=reward", "dialogues&sort=-advantage", "dialogues&reward=failed"))):
         page = Page(browser, write(tmp_path / "report.html", data, advantages=advantages))
         for view in views:

@@ -221,8 +221,8 @@ def about_lines(command, rollouts):
 def write_report(path, data, images, **variables):
     """Write the page: page.html with page.css and page.js beside it in this folder. data: page_data; images: the folder
     of this run's screenshots; variables: about (lines), metrics, metric, headings, rows (of the comparison), notes
-    [line], tables {heading: text}, plots [(title, SVG, caption)], advantages (None, or {"by_kind", "by_round":
-    advantage_rows})."""
+    [line], tables {heading: text}, plots [(title, SVG, caption)], advantages (None, or advantage_summary of
+    all)."""
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
     folder = pathlib.Path(__file__).parent

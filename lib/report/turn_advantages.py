@@ -10,7 +10,7 @@ from lib.statistics import aligned, average_ranks, mean
 # turn advantages
 
 def advantage_summary(trajectories):
-    """The turn advantages of one method's dialogues (after measure_turns), by "advantages":
+    """The turn advantages of dialogues (after measure_turns), by "advantages":
 
     {"mean": of the dialogues' sums, "too_long": how many dialogues have none,
      "by_kind", "by_round": {kind or round: {"n", "mean"} of the turns}}; no kinds where the tasks state none."""
@@ -40,21 +40,6 @@ def number_and_mean(groups):
     for name in sorted(groups):
         result[str(name)] = {"n": len(groups[name]), "mean": mean(groups[name])}
     return result
-
-
-def advantage_rows(metrics, key):
-    """A row for each kind of turn ("by_kind") or round ("by_round") that a method has, of all methods together:
-    {"label", "n", "mean", "methods": {name: {"n", "mean"}}}."""
-    rows = {}
-    for name, method in metrics.items():
-        for label, values in method["turn_advantages"][key].items():
-            row = rows.setdefault(label, {"label": label, "n": 0, "sum": 0, "methods": {}})
-            row["n"] += values["n"]
-            row["sum"] += values["n"] * values["mean"]
-            row["methods"][name] = values
-    for row in rows.values():
-        row["mean"] = row.pop("sum") / row["n"]
-    return list(rows.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
