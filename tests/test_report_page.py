@@ -8,12 +8,12 @@ import time
 
 import pytest
 
+from colbench.browser import BROWSERS
 from conftest import ROOT
 from lib.report import page as report
 from lib.report.plots import report_plots
 
 FOLDER = ROOT / "lib" / "report"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FACTS = {"game": ("point factor", "life bonus", "loss penalty"), "shipping": ("base price", "price per kilogram"),
          "grades": ("pass mark", "bonus limit", "rounding", "top grade")}
 KINDS = ["needed", "repeat", "idle", "vague", "right answer", "wrong answer"]
@@ -215,6 +215,11 @@ def words(text):
     return " ".join(text.split())
 
 
+def table(tab, selector):
+    """The cells of each row."""
+    return [list(map(words, row.split("\t"))) for row in shown(tab, f"{selector} tbody tr")]
+
+
 def has(d, **keys):
     return any(turn.get(key) == value for turn in d["turns"] for key, value in keys.items())
 
@@ -307,20 +312,21 @@ def test_sorting(at):
 def test_a_dialogue_shows_every_turn_with_its_advantage(at):
     d = first(lambda d: d["rounds"] == 6 and d["reward"] < 1)
     tab, one = at(f"#d={d}&turn=3"), DIALOGUES[d]
-    for place, (card, turn) in enumerate(zip(tab.locator("#dialogue .turn").all(), one["turns"], strict=True)):
-        assert words(card.locator(".said").inner_text()) == words(turn["text"])
-        assert ("named" in card.get_attribute("class")) == (place == 3)
-        if turn["who"] == "agent":
-            assert card.locator(".number").inner_text() == signed(turn["advantage"])
-            assert card.locator(".badge.kind").inner_text() == turn["kind"]
-            track, fill = card.locator(".track").bounding_box(), card.locator(".fill").bounding_box()
-            edge = fill["x"] if turn["advantage"] > 0 else fill["x"] + fill["width"]
-            assert edge == pytest.approx(track["x"] + track["width"] / 2, abs=1)
+    assert list(map(words, shown(tab, "#dialogue .said"))) == [words(turn["text"]) for turn in one["turns"]]
+    agent = [turn for turn in one["turns"] if turn["who"] == "agent"]
+    assert shown(tab, "#dialogue .turn .number") == [signed(turn["advantage"]) for turn in agent]
+    assert shown(tab, "#dialogue .badge.kind") == [turn["kind"] for turn in agent]
+    assert tab.locator("#dialogue .turn.named").get_attribute("id") == f"turn-{d}-3"
+    tracks, fills = (tab.locator(f"#dialogue .turn {bar}").evaluate_all(
+        "all => all.map(bar => bar.getBoundingClientRect().toJSON())") for bar in (".track", ".fill"))
+    for turn, track, fill in zip(agent, tracks, fills, strict=True):
+        edge = fill["left"] if turn["advantage"] > 0 else fill["right"]
+        assert edge == pytest.approx(track["x"] + track["width"] / 2, abs=1)
     assert tab.locator("#dialogue .sum .number").inner_text() == signed(one["advantage"])
     assert tab.locator("#dialogue .bars a").count() == 6 and FORMS["advantages"][0] in tab.inner_text("#dialogue .sum")
     assert tab.locator(f"#turn-{d}-3").bounding_box()["y"] < 900
     tab.click("summary:has-text('failed tests')")
-    assert [[words(cell) for cell in row.split("\t")] for row in shown(tab, ".tests tbody tr")] == [
+    assert table(tab, ".tests") == [
         [test["call"], test["expected"], test.get("got", "nothing"), test.get("said", "")] for test in one["failed"]]
     tab.click("#dialogue .bars a >> nth=1")
     assert tab.url.endswith(f"#d={d}&turn=3")
@@ -403,7 +409,7 @@ def test_methods_side_by_side(at):
 
 def test_advantage_tables(at):
     tab = at("#view=advantages")
-    assert [re.split(r"\s*\t\s*|\n", row) for row in shown(tab, "#advantages tbody tr")] == [
+    assert table(tab, "#advantages") == [
         ["needed", "224", "+0.303", "+0.357 (112)", "–", "+0.250 (112)"],
         ["idle", "224", "\u22120.100", "\u22120.100 (112)", "–", "–"],
         ["1", "1,460", "\u22120.062", "+0.125 (730)", "–", "\u22120.250 (730)"]]
@@ -412,14 +418,13 @@ def test_advantage_tables(at):
 
 def test_candidates_are_ranked_and_marked(at):
     tab = at("#view=candidates&s=3")
-    one = DATA["states"][3]
-    rows = tab.locator(".candidates tbody tr").all()
-    ranked = sorted(one["candidates"], key=lambda candidate: -candidate["advantage"])
-    for rank, (row, candidate) in enumerate(zip(rows, ranked, strict=True), 1):
+    one, rows = DATA["states"][3], []
+    for rank, candidate in enumerate(sorted(one["candidates"], key=lambda candidate: -candidate["advantage"]), 1):
         mark = "\u25B2 chosen" if candidate["chosen"] else "\u25BC rejected" if candidate["rejected"] else ""
-        assert list(map(words, row.locator("th, td").all_inner_texts())) == [
-            str(rank), signed(candidate["advantage"]), mark, candidate["kind"], "9", candidate["text"]]
-        assert ("half" in row.get_attribute("class")) == (rank == 5)
+        rows.append([str(rank), signed(candidate["advantage"]), mark, candidate["kind"], "9", candidate["text"]])
+    assert table(tab, ".candidates") == rows
+    classes = tab.locator(".candidates tbody tr").evaluate_all("all => all.map(row => row.className)")
+    assert classes == 4 * [""] + ["half"] + 3 * [""]
     assert one["history"][0]["text"].split("\n")[0] in tab.inner_text("#candidates .turn")
     assert shown(tab, "#candidates .note") == FORMS["candidates"]
     tab.keyboard.press("k")
@@ -493,7 +498,7 @@ def hostile(browser, tmp_path_factory):
     data["states"][0]["candidates"][0] |= {"text": ATTACKS[0], "kind": ATTACKS[1]}
     data["dialogues"][0]["turns"][1]["text"] = "\U0001F600" * 3000 + "a" * (2 ** 20 - 3000)
     script, image, *_ = ATTACKS
-    plots = report_plots("success_rate", {script: {1: {"success_rate": 0.5}}}, {image: [{"step": 1, "loss": 1}]})
+    plots = report_plots("success_rate", {script: {1: {"success_rate": 0.5}}}, {})
     page = Page(browser, write(
         tmp_path_factory.mktemp("hostile") / "report.html", data, notes=[script], tables={image: script},
         metric_heading=image, plots=plots,
@@ -630,7 +635,7 @@ VIEWS = ("#view=results", "#view=dialogues", "#d=0&turn=1", "#view=compare&t=1",
 def phone(browser, tmp_path_factory):
     """The Page of two tasks with a plot, on a phone, where fingers cannot hover."""
     data = make_data(2)
-    plots = report_plots("success_rate", {}, {"a": [{"step": step, "loss": 1 / step} for step in range(1, 9)]})
+    plots = report_plots("success_rate", {"a": {1: {"success_rate": 0.5}, 8: {"success_rate": 0.6}}}, {})
     path = write(tmp_path_factory.mktemp("phone") / "r.html", data, plots=plots)
     page = Page(browser, path, viewport={"width": 375, "height": 800}, has_touch=True, is_mobile=True)
     page.tab.check("#secrets")
