@@ -472,15 +472,7 @@ def test_screenshots_of_a_page_side_by_side_with_a_slider(browser, tmp_path):
     page.close()
 
 
-ATTACKS = ["</script><script>document.title = 'ran'</script>", "<img src=x onerror=\"document.title = 'ran'\">",
-           "<a href=\"javascript:document.title = 'ran'\">click</a>", "javascript:document.title='ran'",
-           "<iframe srcdoc=\"<script>parent.document.title = 'ran'</script>\"></iframe>", "{{ 7 * 7 }}", "<!--<script>",
-           "<meta http-equiv=refresh content='0;url=http://nothing.invalid/'>", "<style>* { display: none }</style>",
-           "<svg onload=\"document.title = 'ran'\">", "\u2028\u2029]]>", "\u202Eright to left override",
-           "<!doctype html><html><body onload=\"document.title = 'ran'\"><form action=//nothing.invalid><button>",
-           "\u0645\u0631\u062D\u0628\u0627 \u0628\u0643\u0645",
-           "\U0001F600\U0001F468\u200D\U0001F469\u200D\U0001F467 emoji",
-           "__proto__", "constructor"]
+ATTACKS = json.loads((ROOT / "tests" / "page_attacks.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -607,26 +599,7 @@ def test_pages_without_dialogues_or_numbers_open(browser, tmp_path):
         page.close()
 
 
-def contrast(tab, selector):
-    """The least contrast (WCAG) of the texts that a selector finds against what is behind them."""
-    return tab.evaluate("""selector => {
-      const linear = value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
-      const light = color => {
-        const [r, g, b] = color.match(/[\\d.]+/g).map(value => linear(value / 255));
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-      };
-      const behind = node => {
-        const color = getComputedStyle(node).backgroundColor;
-        return /, 0\\)$/.test(color) ? behind(node.parentElement) : color;
-      };
-      const nodes = [...document.querySelectorAll(selector)].filter(node => node.offsetParent && node.innerText.trim());
-      return Math.min(...nodes.map(node => {
-        const pair = [light(getComputedStyle(node).color), light(behind(node))].sort((a, b) => b - a);
-        return (pair[0] + 0.05) / (pair[1] + 0.05);
-      }));
-    }""", selector)
-
-
+CONTRAST = (ROOT / "tests" / "contrast.js").read_text()
 VIEWS = ("#view=results", "#view=dialogues", "#d=0&turn=1", "#view=compare&t=1", "#view=advantages",
          "#view=candidates&s=1")
 
@@ -655,7 +628,7 @@ def test_contrast_and_width_of_a_phone(phone, scheme):
             node => node.getBoundingClientRect().right)""")
         assert max(right_edges, default=0) <= 375, fragment
         texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
-        assert contrast(tab, texts) >= 4.5, fragment
+        assert tab.evaluate(CONTRAST, texts) >= 4.5, fragment
     phone.open("#view=results")
     shot = Image.open(io.BytesIO(tab.locator("figure svg").screenshot())).convert("L")
     darkest, lightest = shot.getextrema()
