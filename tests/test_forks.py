@@ -2,7 +2,6 @@
 by what their reply tells (gain), SWEET with logged right answers (answers)."""
 import argparse
 import collections
-import copy
 import inspect
 import math
 import random
@@ -120,8 +119,11 @@ def test_the_clipped_loss_by_hand_in_float64():
     that has become impossible gives no NaN."""
     value = lambda *numbers: torch.tensor([[number] for number in numbers], dtype=torch.float64)
     log_ratios, advantages, ones = value(1, 2, 2, .5, .5).log(), value(3, 3, -3, 3, -3), value(1, 1, 1, 1, 1)
+    log_ratios.requires_grad_()
     losses, numbers = grpo.clipped_losses(log_ratios, advantages, ones, 0.2, 0.0)
     assert losses.tolist() == pytest.approx([-3, -3.6, 6, -1.5, 2.4], abs=1e-12)
+    [gradient] = torch.autograd.grad(losses.sum(), log_ratios)       # of what is clipped 0
+    assert gradient[:, 0].tolist() == pytest.approx([-3, 0, 6, -1.5, 0], abs=1e-12)
     assert numbers["ratio"].tolist() == pytest.approx([1, 2, 2, .5, .5])
     assert numbers["clipped"].tolist() == [0, 1, 1, 1, 1]
     with_kl, _ = grpo.clipped_losses(log_ratios, advantages, ones, 0.2, 0.1)
@@ -161,30 +163,13 @@ def test_each_token_has_the_advantage_of_its_turn_and_is_an_action():
     assert one.items == two.items == [[common.Row([5, 6, 7, 8, 9], [-1, 0, 1, -1, 2])]]
 
 
-def test_each_token_has_its_own_log_probability_and_the_gradient_is_a_finite_difference(tiny):
-    model, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
-    scorer = common.Scorer(model)
+def test_each_token_has_its_own_log_probability(tiny):
+    model, tokenizer = tiny
     read_ids, action = encode(tokenizer, "<|user|>Can you help?<|assistant|>"), encode(tokenizer, "Which value?")
     row = common.Row(read_ids + action, [-1] * len(read_ids) + [0] * len(action))
-    batch = common.collate([grpo.token_item([row])])
-    logps = scorer(batch)
-    plain = logps_after(tiny, "<|user|>Can you help?<|assistant|>", action)[range(len(action)), action]
-    torch.testing.assert_close(logps[0].double(), plain, atol=1e-5, rtol=0)
-    generator = torch.Generator().manual_seed(0)
-    advantages = torch.randn(1, len(action), generator=generator)
-    before = logps.detach() + 0.3 * torch.randn(1, len(action), generator=generator)              # some are clipped
-
-    def loss():
-        return grpo.clipped_losses(scorer(batch) - before, advantages, batch.lengths, 0.2, 0.1)[0].sum()
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(loss(), parameters)
-    norm, ends = torch.cat([gradient.flatten() for gradient in gradients]).norm(), []
-    for step in (1e-3, -2e-3):                                       # to both sides of where it is
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients):
-                parameter += step * gradient / norm
-        ends.append(loss().item())
-    assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(norm.item(), rel=0.02) and norm > 0.1
+    logps = common.Scorer(model)(common.collate([grpo.token_item([row])]))
+    expected = logps_after(tiny, "<|user|>Can you help?<|assistant|>", action)[range(len(action)), action]
+    torch.testing.assert_close(logps[0].double(), expected, atol=1e-5, rtol=0)
 
 
 def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path):
@@ -193,18 +178,16 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path
     changed = [rows[0] | {"agent": "theirs"}, rows[1] | {"temperature": 0.5}, rows[2] | {"best_of": 2}, *rows[3:]]
     printed = call(grpo, *flags(write(tmp_path / "rows", changed), tmp_path / "g", "--batch-size", 18))
     first = read(tmp_path / "g" / "metrics.jsonl")[0]
-    total = tokens = left_out = 0
-    for row in rows:
-        wins = [float(other["reward"] == 1) for other in rows if other["task_id"] == row["task_id"]]
-        mean = sum(wins) / len(wins)
-        deviation = (sum((win - mean) ** 2 for win in wins) / len(wins)) ** .5
-        count = sum(len(turn["output_ids"]) for turn in row["dialogue_history"] if turn["role"] == "assistant")
-        left_out += deviation == 0
-        if deviation:
-            total, tokens = total + count * ((row["reward"] == 1) - mean) / deviation, tokens + count
+    advantages = grpo.turn_advantages([float(row["reward"] == 1) for row in rows], None,
+                                      [row["task_id"] for row in rows], False)
+    total = tokens = 0
+    for row, numbers in zip(rows, advantages):
+        if numbers:
+            count = sum(len(turn["output_ids"]) for turn in row["dialogue_history"] if turn["role"] == "assistant")
+            total, tokens = total + count * numbers[0], tokens + count
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["clipped"] == 0
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-4)
-    assert f"{left_out} of 18 trajectories are left out" in printed
+    assert f"{advantages.count(None)} of 18 trajectories are left out" in printed
     assert (f"of 18 trajectories 1 are of another agent than --model {BASE}, and 2 not sampled at temperature 1 "
             "without --best-of") in printed
 

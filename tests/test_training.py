@@ -165,13 +165,9 @@ def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
     whole, batch = load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
     values, whole_values = scorer(batch), common.Scorer(whole)(batch)
     torch.testing.assert_close(values, whole_values, atol=0.05, rtol=0)
-    hidden, (r, t) = common.hidden_states(whole, batch), (batch.turn_ids >= 0).nonzero(as_tuple=True)
-    states = hidden[r, batch.previous[r, t]]
-    logits = states.double() @ whole.get_output_embeddings().weight.double().T
-    logps = torch.log_softmax(logits, -1)[range(len(r)), batch.ids[r, t]]
-    expected = torch.zeros_like(batch.lengths).double().index_put((batch.item_index[r], batch.turn_ids[r, t]), logps,
-                                                                  accumulate=True)
-    torch.testing.assert_close(whole_values.double(), expected, atol=1e-3, rtol=0)
+    projection = Projection(whole.get_output_embeddings().weight.float())
+    expected = common.action_logps(projection, common.hidden_states(whole, batch).float(), batch)
+    torch.testing.assert_close(whole_values, expected, atol=1e-3, rtol=0)
     values.sum().backward()
     assert hasattr(scorer, "reshard") and all(p.grad.dtype == torch.float32 for p in scorer.parameters())
 
