@@ -249,8 +249,6 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
         assert set(held_out_pairs) < set(pairs) and critic_stage.split_groups(first, args)[1] == []
     else:
         assert sorted(groups + held_out_pairs) == sorted(pairs)      # no pair is lost
-        with pytest.raises(InputError, match="no trajectory pairs"):
-            critic_stage.split_groups(first, args)
 
 
 def test_it_learns_its_training_pairs(workspace, tmp_path):
@@ -264,8 +262,6 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, critic, 
     arguments = flags(workspace, tmp_path / "killed", "--nll-coef", 0)
     with dies(training.Checkpoints, "save", calls=1):                     # at the end
         call(3, *arguments)
-    assert "not finished" in refused(2, "--tasks", workspace / "tasks.jsonl", "--agent", tmp_path / "killed", "--out",
-                                     tmp_path / "x")
     assert "continues at step 2\n" in call(3, *arguments)
     killed, whole = weights(tmp_path / "killed"), weights(critic[0])
     assert all(torch.equal(killed[name], whole[name]) for name in whole)

@@ -102,7 +102,6 @@ def test_bad_input_is_one_line(few, critic, value_critic, tmp_path):
     free = write(tmp_path / "free", [{**row, "task": {**row["task"], "facts": []}} for row in rows])
     for module, words, message in (
             (grpo, equal, f"{tmp_path / 'equal'}: no examples to train on: 6 of 6 trajectories are left out"),
-            (grpo, ["--critic", BASE], "no critic.json"),
             (grpo, ["--critic", value_critic], "grpo takes a critic that reads text and has advantages"),
             (distill, ["--max-length", 9], "no examples to train on: all 18 are longer than --max-length 9"),
             (gain, ["--trajectories", free], "gain needs template tasks"),
