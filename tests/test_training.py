@@ -174,7 +174,7 @@ def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
 
 # --- memory
 
-@pytest.mark.parametrize("case", ["8 bfloat16 1 2 160 2 0", "1 float32 0 2 500 1 1", "8 bfloat16 1 2 160 2 0 8"])
+@pytest.mark.parametrize("case", ["8 bfloat16 1 2 80 2 0", "1 float32 0 2 500 1 1", "8 bfloat16 1 2 80 2 0 8"])
 def test_the_memory_plan_is_what_a_step_takes(case):
     """Arguments of memory.py: 8 ranks, checkpointing, two micro-batches; one rank, trees; LoRA."""
     found = json.loads(succeed("tests/memory.py", *case.split()))
