@@ -55,6 +55,14 @@ def test_who_imports_whom(files, allowed):
     assert {path.name: arrows(path) - allowed for path in files if arrows(path) - allowed} == {}
 
 
+def test_what_is_not_allowed_is_seen(tmp_path):
+    (tmp_path / "a.py").write_text("def f():\n    from colbench import backend\n    import common\n"
+                                   "    importlib.import_module('02_rollout')\n")
+    assert arrows(tmp_path / "a.py") == {"domain", "common", "stage"}
+    tree = ast.parse("def f(a, b, c, d, e, *, g, h):\n    return [[x for x in y] for y in a]\n")
+    assert nested_comprehensions(tree) == [2] and wide_functions(tree) == ["f"]
+
+
 def nested_comprehensions(tree):
     """The lines of comprehensions that hold another one."""
     return [node.lineno for node in ast.walk(tree) if isinstance(node, COMPREHENSIONS)

@@ -132,6 +132,7 @@ def answer(finish_reason="stop", usage=(10, 5), text=None, **message):
 @pytest.mark.parametrize("given, reply", [
     (dict(content="a"), Reply("a", True, None, 10, 5)),
     (dict(content="a", usage=None), Reply("a", True, None, 0, 0)),
+    (dict(content="a", usage=(None, None)), Reply("a", True, None, 0, 0)),
     (dict(content=None), Reply("", True, None, 10, 5)),
     (dict(content="a", reasoning_content="b"), Reply("<think>b</think>a", True, None, 10, 5)),
     (dict(content="a", reasoning="b"), Reply("<think>b</think>a", True, None, 10, 5)),
