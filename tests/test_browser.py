@@ -149,9 +149,7 @@ SHEET = [f"<style>@\\69mport 'https://unpkg.com/tailwindcss@2.2.19/dist/tailwind
 def test_no_page_changes_the_next(draw, browser):
     """One after the other on one tab, pages give the bytes and specs that each gives in a process of its own."""
     pages = SEQUENCE + (SHEET if TAILWIND_FILES.exists() else [])
-    read = "[document.compatMode, document.title, scrollX, innerHeight, [...document.querySelectorAll('*')].map(x => " \
-           "{ const s = getComputedStyle(x), r = x.getBoundingClientRect(); return [x.tagName, r.x, r.y, r.width, " \
-           "r.height, s.color, s.backgroundColor, s.fontFamily, s.opacity] })]"
+    read = (PAGES / "layout.js").read_text()
     in_turn = [draw(page, read) for page in pages]
     images, _, faults = zip(*in_turn)
     assert {*faults} == {None} and len({*images}) > len(pages) - 3
@@ -179,11 +177,9 @@ def test_fonts(value):
     """All names end at Liberation; nothing of the machine's other fonts is in a picture."""
     if not renderer.write_fonts(os.environ.get("TMPDIR", "/tmp")):
         pytest.skip("no Liberation fonts: apt-get install fonts-liberation")
-    width = "(() => { const c = document.createElement('canvas').getContext('2d'); return ['sans-serif', 'Arial', " \
-            "'Verdana, system-ui', 'serif', 'Nothing', 'monospace', 'Courier New'].map(f => (c.font = '100px ' + f, " \
-            "c.measureText('Wim').width)) })()"
+    widths = value("<p>", (PAGES / "widths.js").read_text())        # of "Wim" at 100 px
     # 944 + 222 + 833 thousandths; 944 + 278 + 778, less 40 between W and i; 3 of 600
-    assert [round(number) for number in value("<p>", width)] == [200, 200, 200, 196, 196, 180, 180]
+    assert [round(width) for width in widths] == [200, 200, 200, 196, 196, 180, 180]
 
 
 # --- addresses

@@ -193,14 +193,14 @@ def picture(render):
 
 
 def test_every_slot_shows_and_is_named(tasks, browse):
-    """Each slot alone, with any other value: another picture, and the simulator names the slot and its right value, and
-    the designer understands it. One family with all values; of the others, which differ from it in texts and a
-    navigation, one value of two slots."""
+    """Each slot alone, with another value: another picture, and the simulator names the slot and its right value, and
+    the designer understands it. One family with two values of all slots; of the others, which differ from it in texts
+    and a navigation, one value of two slots."""
     wanted, cases = {}, []
     for name in frontend.FAMILIES:
         task = next(task for task in tasks["test"] if task["family"] == name)
         for slot in task["slots"] if name == "bakery" else task["slots"][::9]:
-            for code in slot["guesses"][1:None if name == "bakery" else 2]:
+            for code in (slot["guesses"][1], slot["guesses"][-1])[:2 if name == "bakery" else 1]:
                 cases.append((task, slot, code, task["template"].format(**{**codes_of(task), slot["slot"]: code})))
         wanted[task["task_id"]] = task["ground_truth"]
     renders = browse([*wanted.values(), *(page for *_, page in cases)])
