@@ -69,6 +69,13 @@ def value(render):
     return value
 
 
+def forget_tab(browser):
+    """The next page gets a new tab, which is a process of its own."""
+    if browser.tabs[0]:
+        browser.call(browser.close_part(browser.tabs[0].context)).result()
+        browser.tabs[0] = None
+
+
 @pytest.fixture
 def draw(render, browser):
     """draw(html): (bytes of the screenshot, spec, fault), drawn anew."""
@@ -154,8 +161,7 @@ def test_no_page_changes_the_next(draw, browser):
     images, _, faults = zip(*in_turn)
     assert {*faults} == {None} and len({*images}) > len(pages) - 3
     for number in (1, 3, 5, 7, *range(8, len(pages), 2)):           # what would show what the page before has left
-        browser.call(browser.close_part(browser.tabs[0].context)).result()
-        browser.tabs[0] = None
+        forget_tab(browser)
         assert draw(pages[number], read) == in_turn[number], pages[number]
 
 
@@ -287,26 +293,23 @@ def test_reaches_nothing(render, browser, listener, monkeypatch):
     assert len(browser.chromium.contexts) == 1 and len(browser.chromium.contexts[0].pages) == 1
 
 
-def test_second_wall(browser, listener, monkeypatch):
+def test_second_wall(render, browser, listener, monkeypatch):
     """With all requests let through, the browser itself still reaches nothing."""
     async def let_through(tab, route):
-        with contextlib.suppress(other.Error):
+        with contextlib.suppress(browser.Error):
             await route.continue_()
-    wait = "new Promise(done => setTimeout(done, 500))"
-    other = Browser(browser.images, num_tabs=1)
-    monkeypatch.setattr(other, "answer", let_through)
+    monkeypatch.setattr(browser, "answer", let_through)
     monkeypatch.setattr(renderer, "MAX_PAGE_S", 3)
     for wall in ("RTCPeerConnection: undefined, webkitRTCPeerConnection: undefined,", "open: () => null, "):
         assert wall in PAGE_START
         monkeypatch.setattr(renderer, "PAGE_START", renderer.PAGE_START.replace(wall, ""))
-
-    async def draw():
-        for host in ("127.0.0.1", "localhost"):
-            for page in (REACH, RTC):
-                await other.render(page.replace("AT", f"{host}:{listener.port}"), False, wait)
-        assert (await other.render("<p>alive", read="document.body.innerText")).spec == "alive"
-    asyncio.run(draw())
-    other.close()
+    forget_tab(browser)                                             # the next one starts without these walls
+    for host in ("127.0.0.1", "localhost"):
+        for page in (REACH, RTC):
+            render(page.replace("AT", f"{host}:{listener.port}"), screenshot=False,
+                   read="new Promise(done => setTimeout(done, 500))")
+    assert render("<p>alive", read="document.body.innerText").spec == "alive"
+    forget_tab(browser)
     assert listener.heard() == []
 
 

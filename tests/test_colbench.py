@@ -159,19 +159,12 @@ def test_flags_of_colbench_need_it(capsys):
 
 # --- WebSight
 
-SITE = [("<html><img src='https://source.unsplash.com/random/300x200/?tea'></html>", "Tea: a shop."),
-        ("<html><p>Two</p></html>", " Two. "), ("", "Nothing."), ("<html><p>Two</p></html>", "Two again."),
-        ("<html>No idea</html>", None), ("Sorry, I cannot.", "A page."), ("<html><p>Four</p></html>", "Four.")]
-SITE = [{"text": text, "llm_generated_idea": idea} for text, idea in SITE]
-KEPT = [{"task_id": "933782ab14981e1a", "problem_description": "Tea: a shop.",
-         "ground_truth": "<html><img src='https://picsum.photos/id/48/300/200'></html>"},
-        {"task_id": "a7341a2621e47e0a", "problem_description": "Two.", "ground_truth": "<html><p>Two</p></html>"},
-        {"task_id": "288167236c210403", "problem_description": "Four.", "ground_truth": "<html><p>Four</p></html>"}]
+SITE, KEPT = read(COPY / "websight.jsonl"), read(COPY / "websight_tasks.jsonl")
 
 
 def test_websight_from_jsonl_and_parquet(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    jsonl, folder = write(tmp_path / "site.jsonl", SITE), tmp_path / "v0.2"
+    jsonl, folder = COPY / "websight.jsonl", tmp_path / "v0.2"
     folder.mkdir()
     for name, rows in (("b", SITE[4:]), ("a", SITE[:4])):           # read in the order of the names
         table = pyarrow.Table.from_pylist([{**row, "image": {"bytes": b"png"}} for row in rows])
@@ -188,7 +181,7 @@ def test_websight_from_jsonl_and_parquet(tmp_path):
 def test_websight_is_refused_in_one_line(tmp_path):
     (bad := tmp_path / "x.parquet").write_text("no parquet")
     (empty := tmp_path / "empty").mkdir()
-    site = write(tmp_path / "site.jsonl", SITE)
+    site = COPY / "websight.jsonl"
     for flags, line in (([], r"HuggingFaceM4/WebSight: cannot be read \(.*--path FOLDER/v0.2"),
                         (["--path", empty], f"{empty}: no .parquet files in it"),
                         (["--path", "no/such"], "no/such: no such file or folder"),
