@@ -285,7 +285,7 @@ def kind_of(words):
 def test_every_row_runs_small(tmp_path, workspace):
     """Two tasks' worth of everything, and of the rows of a kind the first one: the others get a copy of its output. BIG
     has another tokenizer, so that its dialogues are rendered again."""
-    environment = (f"export DATA='--num-tasks 6' K=3 NS=2 SIZES=12 BIG={workspace}/model "
+    environment = (f"export DATA='--num-tasks 6' K=2 NS=2 SIZES=12 BIG={workspace}/model "
                    "ROLL='--max-rounds 8 --max-new-tokens 100' CRITIC='--lr 3e-4 --max-steps 1 --held-out-frac 0' "
                    "SWEET='--max-steps 1 --max-new-tokens 30 --num-candidates 4 --pairs-per-turn 1 --data-frac 0.1' "
                    "MTDPO='--max-steps 1' RFT='--max-steps 1'")
