@@ -69,10 +69,9 @@ class Server:
     def __init__(self, name, slots):
         urls, _, self.model = name.partition("#")
         urls = urls.split(",")
-        if not self.model:
-            raise InputError(f"{name}: a server's model goes after #: {name}#NAME")
-        if not all(map(is_server, urls)):
-            raise InputError(f"{name}: several addresses of one model are written http://A/v1,http://B/v1#{self.model}")
+        if not self.model or not all(map(is_server, urls)):
+            raise InputError(f"{name}: a server is written http://A/v1#NAME, several of one model "
+                             "http://A/v1,http://B/v1#NAME")
         self.name = name
         self.clients = [open_client(url, RETRIES if len(urls) == 1 else 1) for url in urls]
         self.turns = itertools.count()

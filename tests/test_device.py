@@ -14,12 +14,6 @@ ROWS = [[common.Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [common.Row([5, 6, 7],
 TREES = [[common.Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [common.Row([5, 6, 7], [-1, 0, 1], 1)]]
 
 
-@pytest.fixture
-def fake_cuda():
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.device("cuda"):
-        yield mode
-
-
 def fake_model():
     return LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
 
@@ -40,10 +34,10 @@ def fake_batch(mode, items, monkeypatch):
 
 @pytest.mark.parametrize("items", [ROWS, TREES], ids=["rows", "trees"])
 @pytest.mark.parametrize("has_head", [False, True], ids=["lm", "head"])
-def test_a_scorer_on_fake_cuda_mixes_no_devices(fake_cuda, monkeypatch, items, has_head):
-    scorer = common.Scorer(fake_model(), has_head)
-    with torch.no_grad():
-        values = scorer(fake_batch(fake_cuda, items, monkeypatch))
+def test_a_scorer_on_fake_cuda_mixes_no_devices(monkeypatch, items, has_head):
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.device("cuda"), torch.no_grad():
+        scorer = common.Scorer(fake_model(), has_head)
+        values = scorer(fake_batch(mode, items, monkeypatch))
     assert values.device.type == "cuda" and values.shape == (2, 2)
 
 

@@ -47,10 +47,6 @@ def samples(sampler, n=3, temperature=0.0):
     return asyncio.run(sample_all())
 
 
-def served(url):
-    return open_sampler(url, "cpu", "float32", 4, None, load_tokenizer(str(BASE)))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # replies
 
@@ -78,7 +74,7 @@ def test_a_misbehaving_server_changes_no_reply(local, serve, monkeypatch, capsys
     monkeypatch.setattr(lib.servers, "TRIES", 12)
     server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--empty", 9, "--abort", 15, "--broken", 10,
                    "--cut", 7, "--no-end", 5, "--hang-at", 6, "--strict")
-    sampler = served(f"{server['url']}#model")
+    sampler = open_sampler(f"{server['url']}#model", "cpu", "float32", 4, None, load_tokenizer(str(BASE)))
     replies = samples(sampler)
     assert replies == samples(local)
     assert sampler.generated_tokens == sum(len(reply.ids) for own in replies for reply in own)

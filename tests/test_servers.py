@@ -237,7 +237,7 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     server = serve("--key", "right")
     base = ["--tasks", tasks, *RULES, "--out"]
     for number, (agent, message) in enumerate([
-            (server["url"], "a server's model goes after #"), ("http://a/v1,b/v1#m", "several addresses of one model"),
+            (server["url"], "written http://A/v1#NAME"), ("http://a/v1,b/v1#m", "several of one model http://A/v1,http"),
             ("http://[::1/v1#m", "no address of a server"),
             (f"http://127.0.0.1:{free_port()}/v1#m", "nobody answers"),
             (f"{server['url']}#asker", "the key in OPENAI_API_KEY")]):
