@@ -17,7 +17,7 @@ from conftest import begin, call, Partial, read, refused, ROOT, run, serving, st
 from lib.models import encode, load_tokenizer, stop_ids
 from lib.runtime import InputError, Rows, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
-from lib.seeds import server_seed, uniforms
+from lib.seeds import server_seed
 from lib.servers import NoRoom, Reply, ReplyError
 
 rollout = stage(2)
@@ -294,7 +294,3 @@ def test_a_judge_and_branches_need_no_ids(workspace, tmp_path, serve):
         turn = first["branch"]["turn"]
         assert first["branch"] == second["branch"]
         assert first["dialogue_history"][turn] == second["dialogue_history"][turn]
-
-
-def test_uniforms_are_those_of_their_key():
-    assert uniforms((2, 3), 0, "a")[0].tolist() == uniforms((1, 3), 0, "a")[0].tolist() != uniforms((1, 3), 1, "a")

@@ -3,7 +3,6 @@ resuming, leaks, bad input. Ids, and failures for a moment: test_sampler.py."""
 import asyncio
 import json
 import pathlib
-import socket
 import types
 
 import pytest
@@ -43,11 +42,6 @@ def play(tasks, agent, out, *more):
 
 async def ask(server, chat=CHAT, seed=0, **fields):
     return await server.reply(server.request(chat, 1.0, 8, fields), seed, lambda reply: None)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,9 +193,9 @@ def test_a_prompt_that_a_server_has_no_room_for_ends_the_dialogue(tasks, tmp_pat
 def test_a_server_that_dies_in_the_middle_and_comes_back(tasks, tmp_path, serve):
     """The run ends with one line; the same command again rolls out what is missing and asks for nothing else. Of two
     servers one may die."""
-    port = free_port()
-    dying, agent = serve("--die-at", 16, port=port), f"http://127.0.0.1:{port}/v1#asker"
-    arguments = ["--tasks", tasks, "--agent", agent, *RULES, "--concurrency", 2, "--out", tmp_path / "out"]
+    dying = serve("--die-at", 16)
+    arguments = ["--tasks", tasks, "--agent", f"{dying['url']}#asker", *RULES, "--concurrency", 2, "--out",
+                 tmp_path / "out"]
     line = refused(2, *arguments)
     assert "rows are missing, the first failed with" in line and "Connection error" in line
     assert not (tmp_path / "out").exists()
@@ -210,7 +204,7 @@ def test_a_server_that_dies_in_the_middle_and_comes_back(tasks, tmp_path, serve)
     costs = json.loads((tmp_path / "out.args.json").read_text())["costs"]
     assert 5 * 13 <= costs["generated_tokens"] <= 5 * 15           # a reply may have been under way
     serve.end(dying["pid"])
-    alive = serve(port=port)
+    alive = serve(port=dying["port"])
     rollout.main([str(argument) for argument in arguments])
     rows = read(tmp_path / "out")
     assert len(rows) == 8 and len(log_of(alive)) == 3 * (8 - len(finished))
@@ -239,7 +233,7 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     for number, (agent, message) in enumerate([
             (server["url"], "written http://A/v1#NAME"), ("http://a/v1,b/v1#m", "several of one model http://A/v1,http"),
             ("http://[::1/v1#m", "no address of a server"),
-            (f"http://127.0.0.1:{free_port()}/v1#m", "nobody answers"),
+            ("http://127.0.0.1:1/v1#m", "nobody answers"),
             (f"{server['url']}#asker", "the key in OPENAI_API_KEY")]):
         assert message in refused(2, *base, tmp_path / f"{number}", "--agent", agent)
     monkeypatch.setenv("OPENAI_API_KEY", "right\n")
