@@ -263,8 +263,7 @@ class Engine:
         idle = [slot for slot in self.slots if not slot.request]
         while active and len(active) < MIN_ACTIVE_FRAC * (1 + active[-1].row):
             low, high = idle.pop(0), active[-1]
-            length = max(len(low.ids), len(high.ids))
-            self.copy_rows([low, high], [high, low], length)
+            self.copy_rows([low, high], [high, low], max(len(low.ids), len(high.ids)))
             low.row, high.row = high.row, low.row
             active.sort(key=lambda slot: slot.row)
         self.slots.sort(key=lambda slot: slot.row)

@@ -95,19 +95,18 @@ class Fsdp:
         self.parameters = {layer: list(layer.parameters()) for layer in self.layers}
         in_layers = set().union(*self.parameters.values())
         self.parameters[model] = list(set(model.parameters()) - in_layers)
-        self.gathered, self.flat, self.reduced, self.kept = {}, {}, {}, {}
+        self.gathered, self.reduced, self.kept = {}, {}, {}
         for group, parameters in self.parameters.items():
             trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
             self.gathered[group] = sum(parameter.nbytes for parameter in parameters) * is_split
-            self.flat[group] = self.gathered[group] * (shards > 1)
             self.reduced[group] = 4 * trained * is_split
             self.kept[group] = 4 * trained / shards
+        self.flat = self.gathered if shards > 1 else dict.fromkeys(self.gathered, 0)
         self.ahead, before = {}, 0
         for layer in self.layers:
             self.ahead[layer], before = before, self.flat[layer]
         self.trained = sum(self.kept.values())
-        frozen = [parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad]
-        self.frozen = sum(frozen) / shards
+        self.frozen = 0
         mask_bytes = model.dtype.itemsize + 1                       # the numbers that are added, and bools
         masks = step.num_rows * step.row_tokens ** 2 * mask_bytes * step.tree
         self.ledger = Ledger([*model.parameters(), *model.buffers()], root=self.gathered[model],
@@ -115,6 +114,8 @@ class Fsdp:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.keep_gradient)
+            else:
+                self.frozen += parameter.nbytes / shards
         for layer in self.layers:
             layer.register_forward_pre_hook(self.before_forward)
             layer.register_forward_hook(lambda *_: self.ledger.book(layer=0))
@@ -198,6 +199,3 @@ def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
         f" of {step.num_rows} rows of {step.row_tokens:,} tokens (--max-length):")
     for part, number in memory_plan(config, step, token_logps).items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
-    if step.tree:
-        say("before it, candidates are sampled: each rank then holds the whole model, and keys and values of what it "
-            "samples at a time (--concurrency)")

@@ -503,12 +503,15 @@ def load_sharded(name, run, sharding, lora, build):
 
 @on_main
 def read_whole(name, dtype, lora, seed, tensors):
-    """Read a model's files, with a new adapter, into rank 0's `tensors`. Returns what all ranks need: configuration,
-    generation config, buffers."""
+    """Read a model's files, with a new adapter by `seed`, into rank 0's `tensors`. Returns what all ranks need:
+    configuration, generation config, buffers."""
     model = whole_model(name, dtype)
     if lora:
         add_adapter(model, lora)
-        start_adapter(model, seed)
+        generator = torch.Generator().manual_seed(seed)
+        for key, parameter in adapter_parameters(model).items():
+            if ".lora_A." in key:                                   # B is zero, so that the adapter does nothing
+                torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
     tensors.update(model.state_dict())
     return model.config, model.generation_config, dict(model.named_buffers())
 
@@ -674,14 +677,6 @@ def set_tensors(module, tensors, **options):
     options: broadcast_from_rank0, where the others have none."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
     set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=False, **options))
-
-
-def start_adapter(model, seed):
-    """A new adapter's first values: A by `seed`, B zero as peft has it, so that the adapter does nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in adapter_parameters(model).items():
-        if ".lora_A." in name:
-            torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
 
 
 def load_adapter(model, folder):

@@ -454,15 +454,14 @@ def begin_output(arguments, out, inputs, folder=False):
         if begun_files(out, folder):
             say(f"{out}: continues an interrupted run")
             return
-    record = output_record(arguments, inputs)                       # before an input could go
     for old in begun_files(out, folder):
         if old.is_dir():
             shutil.rmtree(old)
         else:
             old.unlink()
-    record["versions"] = {"sweet-rl": VERSION, "python": platform.python_version(), "torch": str(torch.__version__),
-                          "transformers": importlib.metadata.version("transformers")}
-    write_args(path, record)
+    versions = {"sweet-rl": VERSION, "python": platform.python_version(), "torch": str(torch.__version__),
+                "transformers": importlib.metadata.version("transformers")}
+    write_args(path, {**output_record(arguments, inputs), "versions": versions})
 
 
 LOCKS = {}                                      # {path of an args.json: the file, locked until this process ends}

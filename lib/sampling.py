@@ -24,7 +24,7 @@ class Sampler:
     tokenizer: object = None                    # of a model that is shown images its processor; of a server often None
     engine: Engine | None = None                # of a model on this machine that reads texts
     server: Server | None = None
-    vision_lock: asyncio.Lock | None = None     # of a model on this machine that is shown images, one at a time
+    vision_lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)     # it is shown one chat at a time
     template_args: dict = dataclasses.field(default_factory=dict)   # of the chat template
     generated_tokens: int = 0                   # sampled so far
 
@@ -144,8 +144,7 @@ def open_sampler(name, device, dtype, slots, max_length, tokenizer=None):
 
 def open_vision_sampler(name, device, dtype):
     """The Sampler of a model on this machine that is shown images: one greedy reply at a time."""
-    model, processor = load_vision(name, device, dtype)
-    return Sampler(model, processor, vision_lock=asyncio.Lock())
+    return Sampler(*load_vision(name, device, dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

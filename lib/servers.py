@@ -152,7 +152,7 @@ class Server:
 
     def fault_of_error(self, client, error):
         """One line of an error that another address may not have; raises where none can do better."""
-        status = status_of(error)
+        status = getattr(error, "status_code", None)                 # None: no connection, or no reply in time
         fault = f"{client.base_url}#{self.model}: {one_line(error)} (status {status})"
         if status in (401, 403) or error.code == "insufficient_quota":
             raise InputError(f"{fault}: the key in OPENAI_API_KEY is missing or refused")
@@ -175,14 +175,9 @@ def open_client(url, retries):
         raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
 
 
-def status_of(error):
-    """The status of a refused request; None where there was no connection, or no reply in time."""
-    return getattr(error, "status_code", None)
-
-
 def is_too_long(error):
     """Whether a server refuses a request because its prompt leaves no room for the reply."""
-    return status_of(error) in (400, 413, 422) and bool(TOO_LONG.search(str(error).lower()))
+    return getattr(error, "status_code", None) in (400, 413, 422) and bool(TOO_LONG.search(str(error).lower()))
 
 
 def read_reply(answer):

@@ -190,7 +190,6 @@ def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path):
                        "--max-length", 64, "--dry-run", 8, "--batch-size", 24, *more)
         assert "on 8 ranks" in printed and "parameters          0.000 GB" in printed and "total" in printed
         assert f"{num_rows} rows of 64" in printed
-        assert ("candidates are sampled" in printed) == (number == 4)
     assert not (tmp_path / "x").exists()
 
 
