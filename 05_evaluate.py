@@ -309,8 +309,11 @@ def candidate_form(folder, domain, form_of_turns):
 
 def training_tasks(folder, tasks):
     """A line where a critic was trained on some of these tasks (ids), which is told by its args.json."""
-    path = pathlib.Path(read_args(folder)["args"].get("trajectories", ""))
-    rows = data.read_trajectories(path) if path.is_file() else []
+    path = read_args(folder)["args"].get("trajectories", "")
+    try:
+        rows = data.read_trajectories(path)
+    except (OSError, InputError, ColBenchError):                     # gone, or not what it was
+        return []
     num_known = len(tasks & {row["task_id"] for row in rows})
     return [f"{folder}: was trained on {num_known:,} of these {len(tasks):,} tasks ({path})"] if num_known else []
 
@@ -345,8 +348,8 @@ def main(argv=None):
     begin_output(vars(args), out, inputs, folder=True)
 
     # scores and metrics, on disk before everything that is optional
-    rescore(all_trajectories, environments, domain)
     (out / "scored").mkdir(exist_ok=True)
+    rescore(all_trajectories, environments, domain)
     metrics = {}
     for name, trajectories in files.items():
         write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)

@@ -409,6 +409,13 @@ def test_other_candidates_are_another_evaluation(credited, swept):
     assert "made with another" in refused(5, *words)
 
 
+def test_a_critic_whose_dialogues_are_gone_or_others_is_said_nothing_of(tmp_path):
+    write(tmp_path / "other.jsonl", [FUNCTION])
+    for args in ({}, {"trajectories": str(tmp_path / "gone")}, {"trajectories": str(tmp_path / "other.jsonl")}):
+        record(tmp_path / "critic" / "args.json", {}, **args)
+        assert evaluate.training_tasks(str(tmp_path / "critic"), {"t"}) == []
+
+
 def test_the_page_says_where_candidates_and_turn_advantages_do_not_compare(critic, tmp_path):
     def lines(form_of_turns=(), **args):
         record(tmp_path / "sweet" / "args.json", {}, model=str(BASE), **args)
