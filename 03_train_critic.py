@@ -106,7 +106,7 @@ def examples_of(trajectories, groups, reader, args):
     examples = ref_examples = common.trajectory_examples(trajectories, groups, reader, not args.no_privileged)
     if not args.reference_sees_c:
         ref_examples = common.trajectory_examples(trajectories, groups, reader, sees_c=False)
-    fitting = training.fitting_numbers(examples, args.max_length)
+    fitting = training.fitting_numbers(examples, args.max_length, args.trajectories)
     groups = [groups[i] for i in fitting]
     examples = [examples[i] for i in fitting]
     ref_examples = [ref_examples[i] for i in fitting]

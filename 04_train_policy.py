@@ -175,10 +175,10 @@ def with_candidates(states, tokenizer, args, run):
     sampled after each prompt. The ranks share the states; each holds the whole policy, or asks --sampler.
     It begins the output."""
     if args.candidates:
-        rows = read_candidates(args.candidates, states, args.num_candidates)
-        begin(args)
-        return rows
+        states = read_candidates(args.candidates, states, args.num_candidates)
     begin(args)
+    if args.candidates:
+        return states
     path = pathlib.Path(args.out) / "candidates.jsonl"
     if path.exists():                                                # of a run that was interrupted later
         return read_rows(path)
@@ -323,7 +323,8 @@ def sweet_examples(trajectories, tokenizer, args, run):
     states = read_states(trajectories, tokenizer, args, critic.sees_c and not critic.is_visual)
     rows = with_candidates(states, tokenizer, args, run)
     rows = score_candidates(rows, critic, tokenizer, args, run)
-    return pair_examples(pairs_of(rows, tokenizer, args, run), tokenizer, args.pairs_together)
+    pairs = pairs_of(rows, tokenizer, args, run)
+    return pair_examples(pairs, tokenizer, args.pairs_together)
 
 
 def mtdpo_examples(trajectories, tokenizer, args, run):
@@ -346,12 +347,10 @@ def rft_examples(trajectories, tokenizer, args, run):
     if domain_of(trajectories[0]["task"]).MIN_RETURN_GAP is None:
         good = [trajectory for trajectory in trajectories if trajectory["reward"] == 1]
     else:
-        best = {}                                                    # of each task, the first of equals
+        by_task = collections.defaultdict(list)
         for trajectory in trajectories:
-            task = trajectory["task_id"]
-            if task not in best or trajectory["reward"] > best[task]["reward"]:
-                best[task] = trajectory
-        good = list(best.values())
+            by_task[trajectory["task_id"]].append(trajectory)
+        good = [max(group, key=lambda trajectory: trajectory["reward"]) for group in by_task.values()]
     if not good:
         raise InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
     say(f"{len(good):,} successful (or best) trajectories")
@@ -368,11 +367,7 @@ def sft_examples(trajectories, tokenizer, args, run):
 
 def short_examples(examples, args):
     """The examples of at most --max-length tokens; InputError where none is left."""
-    fitting = training.fitting_numbers(examples, args.max_length)
-    if not fitting:
-        raise InputError(f"{args.trajectories}: no examples to train on: all {len(examples):,} are longer than "
-                         f"--max-length {args.max_length}")
-    return [examples[i] for i in fitting]
+    return [examples[i] for i in training.fitting_numbers(examples, args.max_length, args.trajectories)]
 
 
 def inputs_of(args):
@@ -447,16 +442,14 @@ def servers_flag(text):
 def add_candidates(parser):
     """The flags of candidates and their pairs."""
     group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
-    group.add_argument("--data-frac", type=flags.share_flag, default=0.1,
-                       help="share of the trajectories whose turns are "
-                       "used (the published code's tenth is of 15,000; with few hundred take all: 1)")
+    group.add_argument("--data-frac", type=flags.share_flag, default=0.1, help="share of the trajectories whose turns "
+                       "are used (the published code's tenth is of 15,000; with few hundred take all: 1)")
     group.add_argument("--num-candidates", type=flags.num_samples_flag, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=flags.positive_int, default=4, help="DPO pairs a turn")
     group.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens of a candidate")
-    group.add_argument("--candidates", type=flags.text_flag, metavar="FILE",
-                       help="candidates.jsonl of another run of the "
-                       "same model, seed, trajectories and sampling; None: sample them")
+    group.add_argument("--candidates", type=flags.text_flag, metavar="FILE", help="candidates.jsonl of another run of "
+                       "the same model, seed, trajectories and sampling; None: sample them")
     group.add_argument("--sampler", type=servers_flag, metavar="http://HOST:PORT/v1#NAME",
                        help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
                        "does: they sample the candidates, which then do not repeat bit for bit; None: every rank holds "
@@ -496,7 +489,8 @@ def open_model(args, trajectories, run):
     sharding = sharding_of(args)
     lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     if args.model == "tiny" and args.method == "sft" and not lora:
-        model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
+        texts = [common.vocabulary_text(trajectory) for trajectory in trajectories]
+        model, tokenizer = fresh_model(texts)
         return tokenizer, functools.partial(common.shard_scorer, model.to(run.device), run, sharding)
     if reads_images(args.model):
         raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")

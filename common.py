@@ -700,11 +700,6 @@ class Critic:
     scorer: object = None
     ref_scorer: object = None                   # None: a head, whose initial values are 0
 
-    @property
-    def reads_two_prompts(self):
-        """Whether the critic reads c, and its reference does not."""
-        return self.sees_c and not self.ref_sees_c
-
 
 def read_critic(folder, tokenizer, domain, ref_sees_c=None):
     """The Critic of a folder of 03, not loaded yet, for a policy with `tokenizer` (None: not compared) on a domain's
@@ -778,12 +773,11 @@ def load_critic(critic, load):
         models.load_adapter(scorer.model, critic.folder)
     if has_head:
         models.load_head(scorer.head, critic.folder)
-    critic.scorer = critic.ref_scorer = scorer.eval()
+    critic.scorer = scorer.eval()
+    critic.ref_scorer = models.without_adapter(scorer)
     if has_head:
         critic.ref_scorer = None
-    elif lora:
-        critic.ref_scorer = models.without_adapter(scorer)
-    elif is_trained:
+    elif is_trained and not lora:
         critic.ref_scorer = load(critic.reference).eval()
     return critic
 
@@ -806,7 +800,7 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     if critic.sees_c:
         prompts = [critic_prompt(tokenizer, point.prompt, point.task) for point in points]
         items = [actions_item(tokenizer, prompt, ids) for prompt, ids in zip(prompts, actions)]
-    if not critic.reads_two_prompts:
+    if critic.ref_sees_c:
         ref_items = items
     logps = action_outputs(critic.scorer, items, max_tokens, device)
     ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens, device)
@@ -882,7 +876,7 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     change of value from turn to turn, from 0 before the first one."""
     groups = [(i,) for i in range(len(trajectories))]
     examples = ref_examples = trajectory_examples(trajectories, groups, tokenizer, critic.sees_c)
-    if critic.reads_two_prompts:
+    if not critic.ref_sees_c:
         ref_examples = trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
     fitting = [i for i, example in enumerate(examples) if longest_row(example) <= max_tokens]
     items = items_of(examples[i] for i in fitting)                   # one of each

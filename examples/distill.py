@@ -19,7 +19,7 @@ import common
 from colbench import ColBenchError
 from lib import flags, training
 from lib.models import load_model, max_positions, projection_of
-from lib.runtime import InputError, run_stage
+from lib.runtime import run_stage
 
 policy = importlib.import_module("04_train_policy")
 
@@ -78,10 +78,8 @@ def distill_examples(trajectories, tokenizer, args, run):
     groups = [(i,) for i in range(len(trajectories))]
     plain = common.trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
     informed = common.trajectory_examples(trajectories, groups, tokenizer, sees_c=True)
-    fitting = training.fitting_numbers(informed, min(args.max_length, max_positions(args.model)))
-    if not fitting:
-        raise InputError(f"{args.trajectories}: no examples to train on: all {len(plain):,} are longer than "
-                         f"--max-length {args.max_length}")
+    max_length = min(args.max_length, max_positions(args.model))
+    fitting = training.fitting_numbers(informed, max_length, args.trajectories)
     policy.begin(args)
     return [TaughtExample(*plain[i], informed[i].items) for i in fitting]
 

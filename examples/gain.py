@@ -114,7 +114,8 @@ def with_agents(rows, trajectories):
     prepared = []
     for row in rows:
         trajectory = by_name[row["task_id"], row["sample"]]
-        system, arguments = common.shown_system(trajectory), common.template_args(trajectory)
+        system = common.shown_system(trajectory)
+        arguments = common.template_args(trajectory)
         prepared.append({**row, "system_prompt": system, "chat_template_args": arguments})
     return prepared
 

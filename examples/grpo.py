@@ -126,7 +126,7 @@ def grpo_examples(trajectories, tokenizer, args, run):
     say_whose(trajectories, args.model)
     groups = [(i,) for i in range(len(trajectories))]
     examples = common.trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
-    fitting = training.fitting_numbers(examples, args.max_length)
+    fitting = training.fitting_numbers(examples, args.max_length, args.trajectories)
     examples = [examples[i] for i in fitting]
     trajectories = [trajectories[i] for i in fitting]
     policy.begin(args)

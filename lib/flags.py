@@ -116,9 +116,8 @@ def add_world(parser):
                        "the system allows no isolation: they can read and write your files")
     group.add_argument("--similarity", choices=["clip", "pixels"], default="clip", help="how screenshots are "
                        "compared: cosine of CLIP embeddings (the paper's), or colours and structure (no weights)")
-    group.add_argument("--clip-model", type=text_flag, metavar="MODEL",
-                       help="--similarity clip: folder or hub id (None: "
-                       "openai/clip-vit-base-patch32)")
+    group.add_argument("--clip-model", type=text_flag, metavar="MODEL", help="--similarity clip: folder or hub id "
+                       "(None: openai/clip-vit-base-patch32)")
     add_browser(group)
 
 
@@ -154,8 +153,7 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     parser.add_argument("--model", type=text_flag, required=True, help="model to start from (folder, hub id, smollm2)")
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
     parser.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the examples")
-    parser.add_argument("--batch-size", type=positive_int, default=batch_size,
-                        help="examples a step, over all ranks")
+    parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="examples a step, over all ranks")
     parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7,
                         help="peak learning rate, after 3 %% of the steps; a cosine then takes it to a tenth")
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")

@@ -27,10 +27,13 @@ from lib.runtime import (
 from lib.tracking import Track
 
 
-def fitting_numbers(examples, max_length):
-    """The numbers of the examples whose rows all have at most `max_length` tokens; says how many have not."""
+def fitting_numbers(examples, max_length, path):
+    """The numbers of the examples whose rows all have at most `max_length` tokens; says how many have not. InputError,
+    which names the file `path`, where all are longer."""
     numbers = [i for i, example in enumerate(examples) if longest_row(example) <= max_length]
     num_long = len(examples) - len(numbers)
+    if not numbers:
+        raise InputError(f"{path}: no examples to train on: all {num_long:,} are longer than --max-length {max_length}")
     if num_long:
         say(f"dropped {num_long:,} of {len(examples):,} examples: longer than --max-length {max_length}")
     return numbers

@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple
 import torch
 
 from lib.models import decode, encode, from_pretrained, load_tokenizer, loading, plain_chat, render_chat, stop_ids
-from lib.runtime import broadcast, InputError, is_main, say
+from lib.runtime import InputError, on_main, say
 from lib.servers import Reply
 
 MAX_PIXELS = 1280 * 28 * 28
@@ -92,14 +92,12 @@ class Sight(NamedTuple):
     show: Callable                  # documents -> {document: image file, None where it cannot be rendered}; all ranks
 
 
+@on_main
 def show_documents(domain, open_environment, documents):
     """Sight.show by an environment that is opened for each call, on rank 0. Says how many documents cannot be
     rendered."""
-    files = None
-    if is_main():
-        with open_environment() as environment:
-            files = asyncio.run(environment.show(documents))
-    files = broadcast(files)
+    with open_environment() as environment:
+        files = asyncio.run(environment.show(documents))
     num_lost = list(files.values()).count(None)
     if num_lost:
         say(f"{num_lost:,} of {len(files):,} {domain.NOUN}s cannot be rendered: shown as black images")
