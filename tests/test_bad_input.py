@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import colbench
 from colbench import ColBenchError
 from conftest import BASE, call, fork, read, refused, ROOT, run, stage, weights, write
+from lib import training
 from lib.data import read_tasks, read_trajectories
 from lib.runtime import InputError
 
@@ -312,6 +313,16 @@ def test_another_command_is_refused_unless_nothing_is_there_yet(data, tmp_path):
 
 
 # --- losses that are no numbers
+
+def test_a_loss_that_is_not_finite_after_an_update_ends_the_run(data, tmp_path, monkeypatch):
+    """The second step finds a NaN in a weight, as after an overflow."""
+    monkeypatch.setattr(training, "learning_rate", lambda *_: float("nan"))
+    out = tmp_path / "out"
+    line = refused(4, "--method", "sft", "--max-steps", 3, "--trajectories", data / "demos.jsonl", "--model", BASE,
+                   "--out", out)
+    assert line.startswith(f"{out}: step 2 of 3: the loss is nan") and "no model is written" in line
+    assert not list(out.glob("*.safetensors")) and not (out / "COMPLETED").exists()
+
 
 def test_a_loss_that_is_not_finite_ends_all_ranks(data, tmp_path):
     """A model with a NaN in it: a real run, on two ranks."""

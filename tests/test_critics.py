@@ -9,7 +9,7 @@ import torch
 
 import common
 from colbench import backend
-from conftest import BASE, call, FUNCTION, Partial, read, refused, run, stage, trajectory, write
+from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, run, stage, trajectory, write
 from lib.models import load_tokenizer
 
 critics = importlib.import_module("scripts.critics")
@@ -189,3 +189,13 @@ def test_bad_files_are_one_line(workspace, branches, regression_critic, tmp_path
         words = ["--trajectories", path, "--critic", regression_critic, "--out", tmp_path / "out"]
         assert refused(critics, *words) == f"{path}: {line}"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_critic_that_sees_images_is_no_critic_of_texts(tmp_path):
+    task = {"problem_description": "?", "ground_truth": "<p>"}
+    pages, critic = write(tmp_path / "pages", [trajectory("p", "<p>", task=task)]), tmp_path / "critic"
+    critic.mkdir()
+    write(critic / "critic.json", [{"visual": True, **critic_note("value")}])
+    flags = ["--critic", critic, "--out", tmp_path / "out"]
+    line = f"{critic}: --critic takes a critic that reads text, and this one sees images"
+    assert refused(critics, "--trajectories", pages, *flags) == refused(5, f"a={pages}", *flags) == line

@@ -226,8 +226,7 @@ def greedy(few, tmp_path_factory):
 
 
 def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(few, greedy, tmp_path, clean, serve):
-    """It goes on by states, on two ranks then and with a server at another address, which is asked for what is missing
-    alone."""
+    """It goes on by states, on two ranks then and with two servers at other addresses, which share what is missing."""
     first, out = serve("--model", BASE, "--delay-s", 0.1), tmp_path / "out"
     arguments = policy_flags(few, out, "--concurrency", 3, "--sampler")
     pid = begin("04_train_policy.py", *arguments, f"{first['url']}#model", folder=tmp_path)
@@ -240,10 +239,11 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(few, gree
     num_states = len(read(greedy))
     assert 3 < len(done) < num_states and not (out / "candidates.jsonl").exists()
     serve.end(first["pid"])
-    before = len(log_of(clean))
-    process = run("04_train_policy.py", *arguments, f"{clean['url']}#model", ranks=2)
+    before, another = len(log_of(clean)), serve("--model", BASE)
+    process = run("04_train_policy.py", *arguments, f"{clean['url']},{another['url']}#model", ranks=2)
     assert process.returncode == 2 and "two equal actions" in process.stderr
-    assert len(log_of(clean)) - before == 3 * (num_states - len(done))
+    numbers = len(log_of(clean)) - before, len(log_of(another))
+    assert sum(numbers) == 3 * (num_states - len(done)) and min(numbers) > 0
     assert (out / "candidates.jsonl").read_bytes() == greedy.read_bytes() and not list(out.glob("*.partial*"))
     assert "made with another sampler" in run("04_train_policy.py", *arguments, f"{clean['url']}#other").stderr
 
