@@ -112,10 +112,9 @@ def begin(script, *arguments, folder, rank=0, environment=None):
 
 
 def wait(pid):
-    """The exit status of a process that `begin` started, as Python's subprocess gives it; of tests' signals all are
-    SIGKILL."""
+    """The exit status of a process that `begin` started, as Python's subprocess gives it."""
     with STARTED.pop(pid) as answer:
-        return int(answer.readline() or -signal.SIGKILL)
+        return int(answer.readline())
 
 
 def rank_environments(ranks):
@@ -339,8 +338,7 @@ def serving(tmp_path_factory):
     def end(pid):
         if pid in running:
             running.remove(pid)
-            with contextlib.suppress(ProcessLookupError):            # it has ended
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)                            # a process that has ended waits to be asked for
             wait(pid)
     serve.end = end
     try:

@@ -3,8 +3,10 @@
     python tests/processes.py SOCKET    listens at SOCKET until its standard input ends
 
 One connection starts one process. The request is a line of JSON, {"argv", "cwd", "env", "files"}, with the paths of
-input, output and errors. The first line of the answer is the process id, the second one the exit status. A process that
-a signal has ended gives no second line."""
+input, output and errors. The first line of the answer is the process id. The second one comes when the process has
+ended: its exit status, as Python's subprocess gives it. The process stays a zombie until the connection is closed, so
+that its id names nothing else."""
+import contextlib
 import functools
 import gc
 import importlib
@@ -69,26 +71,41 @@ def run_script(argv):
     return status
 
 
-class Process(socketserver.StreamRequestHandler):
-    """A fork that becomes a process as if started by `python argv`."""
+def become(request):
+    """In a fork: a process as if started by `python argv`."""
+    for number, path in enumerate(request["files"]):                 # output and errors may be one file
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY), number)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    os._exit(run_script(request["argv"]))
+
+
+class Connection(socketserver.StreamRequestHandler):
+    """What a connection asks for, in a thread of its own."""
 
     def handle(self):
         request = json.loads(self.rfile.readline())
-        self.wfile.write(f"{os.getpid()}\n".encode())
-        for number, path in enumerate(request["files"]):             # output and errors may be one file
-            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY), number)
-        sys.stdin = sys.__stdin__ = open(0, closefd=False)
-        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-        sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-        os.environ.clear()
-        os.environ.update(request["env"])
-        os.chdir(request["cwd"])
-        self.wfile.write(f"{run_script(request['argv'])}\n".encode())
-        os._exit(0)
+        if (pid := os.fork()) == 0:
+            try:
+                become(request)
+            finally:                                                 # of what is wrong in `become` itself
+                traceback.print_exc(file=sys.__stderr__)
+                os._exit(1)
+        with contextlib.suppress(ConnectionError):                   # nobody listens any more
+            self.wfile.write(f"{pid}\n".encode())
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            status = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            self.wfile.write(f"{status}\n".encode())
+            self.rfile.read()                                        # until it is closed
+        os.waitpid(pid, 0)
 
 
-class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
-    max_children = 1000
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
     request_queue_size = 64
 
     def verify_request(self, request, client_address):
@@ -103,7 +120,7 @@ def end_with_input():
 
 if __name__ == "__main__":
     address = sys.argv[1]
-    server = Server(f"{address}.partial", Process)
+    server = Server(f"{address}.partial", Connection)
     os.rename(f"{address}.partial", address)
     threading.Thread(target=end_with_input, daemon=True).start()
     server.serve_forever(poll_interval=0.05)
