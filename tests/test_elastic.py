@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from conftest import BASE, begin, read, ROOT, succeed, wait
+from conftest import BASE, begin, Partial, read, ROOT, succeed, wait
 from lib.runtime import new_store
 
 TIMES = "tokens_per_s", "peak_memory_mb", "seconds"                 # of metrics.jsonl
@@ -32,26 +32,52 @@ def num_lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def run_with_kills(script, arguments, folder, *kills):
+    """Run a stage on two ranks. kills: (rank, moment) of each start; the rank is killed once moment() is true."""
+    agent = begin("tests/elastic.py", folder, ROOT / script, *arguments, folder=folder)
+    for attempt, (rank, moment) in enumerate(kills):
+        pid, began = folder / f"pid.{attempt}.{rank}", time.monotonic()
+        while not (pid.exists() and moment()):
+            assert time.monotonic() - began < 120, (folder / "0.err").read_text()
+            time.sleep(0.001)
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        assert moment(), "it had gone on before the kill"
+    assert wait(agent) == 0, (folder / "0.err").read_text()
+    assert (folder / f"pid.{len(kills)}.0").exists() and not (folder / f"pid.{len(kills) + 1}.0").exists()
+    return (folder / "0.out").read_text()
+
+
+def test_a_rollout_whose_rank_is_killed(workspace, tmp_path):
+    """Of the scripted agent, whose messages do not depend on batches: the file is the one of a single rank."""
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--tasks", workspace / "tasks.jsonl", "--agent", "script", "--max-rounds", 8, "--out", out]
+    run_with_kills("02_rollout.py", arguments, tmp_path, (1, lambda: num_lines(Partial(out, 1, 2)) in range(1, 12)))
+    assert out.read_bytes() == (workspace / "demos.jsonl").read_bytes()
+
+
 def test_a_critic_whose_rank_is_killed(workspace, tmp_path):
-    """In the middle of a state that is saved, when there is another one. (04: test_training.py, test_sampler.py.)"""
+    """In the middle of a state that is saved, when there is another one."""
     arguments = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--num-trajectories", 30, "--lr", 1e-4,
                  "--batch-size", 2, "--max-steps", 4, "--save-every", 1, "--out"]
     succeed("03_train_critic.py", *arguments, tmp_path / "whole", ranks=2)
-    out, pid = tmp_path / "out", tmp_path / "pid.0.1"               # of the first start's second rank
+    out = tmp_path / "out"
+    printed = run_with_kills("03_train_critic.py", [*arguments, out], tmp_path,
+                             (1, lambda: (out / "states" / "2").exists() and num_lines(out / "metrics.jsonl") < 4))
+    assert "continues at step" in printed and files(out) == files(tmp_path / "whole")
 
-    def is_in_the_middle():
-        return (out / "states" / "2").exists() and num_lines(out / "metrics.jsonl") < 4
-    agent = begin("tests/elastic.py", tmp_path, ROOT / "03_train_critic.py", *arguments, out, folder=tmp_path)
-    began = time.monotonic()
-    while not (pid.exists() and is_in_the_middle()):
-        assert time.monotonic() - began < 120, (tmp_path / "0.err").read_text()
-        time.sleep(0.001)
-    os.kill(int(pid.read_text()), signal.SIGKILL)
-    assert is_in_the_middle(), "it had gone on before the kill"
-    assert wait(agent) == 0, (tmp_path / "0.err").read_text()
-    assert (tmp_path / "pid.1.0").exists() and not (tmp_path / "pid.2.0").exists()
-    assert "continues at step" in (tmp_path / "0.out").read_text()
-    assert files(out) == files(tmp_path / "whole")
+
+def test_a_policy_whose_ranks_are_killed(workspace, critic, tmp_path):
+    """When the local engine samples candidates, and when it trains."""
+    arguments = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE,
+                 "--critic", critic, "--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 40,
+                 "--concurrency", 2, "--lr", 1e-4, "--max-steps", 4, "--save-every", 1, "--out"]
+    succeed("04_train_policy.py", *arguments, tmp_path / "whole", ranks=2)
+    out = tmp_path / "out"
+    candidates = out / "candidates.jsonl"
+    printed = run_with_kills("04_train_policy.py", [*arguments, out], tmp_path,
+                             (1, lambda: num_lines(Partial(candidates, 1, 2)) and not candidates.exists()),
+                             (0, lambda: 2 <= num_lines(out / "metrics.jsonl") < 4))
+    assert "continues at step" in printed and files(out) == files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("late", [0, 2])
