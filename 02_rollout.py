@@ -216,6 +216,8 @@ def branched_dialogues(trajectories, system, args):
         for position, turn in enumerate(trajectory["dialogue_history"]):
             if turn["role"] == "assistant":
                 states.append((trajectory, position))
+    if len(states) < args.branch:
+        say(f"{args.tasks}: has only {len(states):,} turns of the agent for --branch {args.branch:,}")
     states = random.Random(args.seed).sample(states, min(args.branch, len(states)))
     dialogues = []
     for trajectory, position in states:
@@ -545,7 +547,7 @@ def main(argv=None):
     rows = Rows(out, runtime)
     if rows.done:
         say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
-    for row in map(json.loads, rows.find().values()):
+    for row in [json.loads(row) for number, row in rows.find().items() if number in rows.done]:
         players.returns.append(domain.eval_score(row))
         if args.branch:
             name = row["task_id"], branch_name(row["branch"])

@@ -372,7 +372,8 @@ def short_examples(examples, args):
 
 def inputs_of(args):
     """What the output depends on beside the arguments: files, folders, names of models."""
-    return [args.trajectories, args.model, args.candidates, args.sampler, args.critic]
+    critic = None if args.critic == common.UNTRAINED else args.critic
+    return [args.trajectories, args.model, args.candidates, args.sampler, critic]
 
 
 def begin(args):
@@ -418,7 +419,8 @@ def num_loss_terms(example):
     """How many terms an example adds to the loss of its step: its pairs or, where turns are imitated, its tokens."""
     if example.pairs:
         return len(example.pairs)
-    return sum(number >= 0 for row in example.items[0] for number in row.turn_ids)
+    rows = sum(example.items, [])
+    return sum(number >= 0 for row in rows for number in row.turn_ids)
 
 
 def examples_a_step(args):

@@ -308,14 +308,15 @@ def candidate_form(folder, domain, form_of_turns):
 
 
 def training_tasks(folder, tasks):
-    """A line where a critic was trained on some of these tasks (ids), which is told by its args.json."""
+    """A line where some of these tasks (ids) are in the file that a critic was trained on, as its args.json names it."""
     path = read_args(folder)["args"].get("trajectories", "")
     try:
         rows = data.read_trajectories(path)
     except (OSError, InputError, ColBenchError):                     # gone, or not what it was
         return []
     num_known = len(tasks & {row["task_id"] for row in rows})
-    return [f"{folder}: was trained on {num_known:,} of these {len(tasks):,} tasks ({path})"] if num_known else []
+    line = f"{folder}: {num_known:,} of these {len(tasks):,} tasks are in its training file {path}"
+    return [line] if num_known else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,6 +334,7 @@ def main(argv=None):
     domain = check_tasks(files, states, args.candidates)
     costs = {name: costs_of(runs[0]) for name, runs in paths.items()} if args.costs else {}
     critic = common.read_critic(args.critic, None, domain, args.reference_sees_c) if args.critic else None
+    known_tasks = training_tasks(args.critic, {row["task_id"] for row in all_trajectories}) if critic else []
     if critic and critic.is_visual:
         raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
     histories = training_histories(files, args.critic)
@@ -367,7 +369,7 @@ def main(argv=None):
     if args.candidates:
         forms["candidates"] = candidate_form(args.candidates, domain, forms["advantages"])
     if critic:
-        forms["advantages"] += training_tasks(args.critic, {row["task_id"] for row in all_trajectories})
+        forms["advantages"] += known_tasks
         say(*forms["advantages"])
         advantages = add_turn_advantages(metrics, files, critic, device)
         write_json(out / "metrics.json", metrics)
@@ -382,6 +384,8 @@ def main(argv=None):
     write_report(out / "report.html", page, out / "images", **tables, about=about, metrics=metrics, metric=metric,
                  metric_heading=statistics.heading_of(metric), advantages=advantages, plots=plots, forms=forms)
     (out / "COMPLETED").touch()
+    if page["left_out"]:
+        say(f"report.html: {page['left_out']}")
     say(f"writes {out / 'metrics.json'}, {out / 'report.html'}")
 
 

@@ -109,7 +109,7 @@ def note_prompt(folder, trajectories):
     notes = collections.Counter()
     for trajectory in trajectories:
         note = {"system_prompt": shown_system(trajectory), "chat_template_args": template_args(trajectory)}
-        notes[json.dumps(note)] += 1
+        notes[json.dumps(note, sort_keys=True)] += 1
     [(note, count)] = notes.most_common(1)
     if len(notes) > 1:
         say(f"{len(trajectories) - count:,} of {len(trajectories):,} trajectories have another system prompt, or other "

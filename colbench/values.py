@@ -55,7 +55,7 @@ def encode(value, depth=0):
         return ["bytes", bytes(value).hex()]
     if isinstance(value, range):
         return ["range", len(value), *encode_all(value[:2], depth)]
-    if isinstance(value, (datetime.date, datetime.time, datetime.timedelta)):
+    if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, datetime.timezone)):
         return encode_time(value)
     numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, numpy.ndarray):
@@ -70,13 +70,19 @@ def encode_all(values, depth):
 
 
 def encode_time(value):
-    """encode() of a date, a time or a difference; a datetime that knows its time zone is put into UTC."""
+    """encode() of a date, a time, a difference or a time zone; what knows its time zone is put into UTC."""
     if isinstance(value, datetime.timedelta):
         return ["timedelta", value.days, value.seconds, value.microseconds]
-    if isinstance(value, datetime.datetime) and value.utcoffset() is not None:
-        return ["datetime utc", (value.replace(tzinfo=None) - value.utcoffset()).isoformat()]
-    [kind, *_] = [kind for kind in ("datetime", "date", "time") if isinstance(value, getattr(datetime, kind))]
-    return [kind, value.isoformat()]
+    if isinstance(value, datetime.timezone):
+        return ["timezone", encode_time(value.utcoffset(None))]
+    if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
+        return ["date", value.isoformat()]
+    kind, offset, naive = "datetime", value.utcoffset(), value.replace(tzinfo=None)
+    if isinstance(value, datetime.time):
+        kind, naive = "time", datetime.datetime.combine(datetime.date(2000, 1, 1), naive)
+    if offset is not None:
+        kind, naive = f"{kind} utc", naive - offset
+    return [kind, naive.isoformat()]
 
 
 def encode_number(value):

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from lib import models
 from lib.runtime import InputError, say
 
+USABLE_OF_80_GB = 76e9
+
 
 class Ledger(TorchDispatchMode):
     """Bytes in use, by name: `now`, and `peak` when their sum was highest. "activations" are all storages made while
@@ -197,5 +199,24 @@ def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
     config = models.from_pretrained(AutoConfig, name)
     say(f"{name} on {step.world_size} ranks, {step.sharding.dtype}; at the peak of a step, on each rank a micro-batch"
         f" of {step.num_rows} rows of {step.row_tokens:,} tokens (--max-length):")
-    for part, number in memory_plan(config, step, token_logps).items():
+    plan = memory_plan(config, step, token_logps)
+    for part, number in plan.items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
+    fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
+    say(f"it {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
+    if step.tree:
+        say(*sampling_lines(config, step))
+
+
+def sampling_lines(config, step):
+    """What sampling and scoring of candidates need, which come before the step."""
+    dtype = getattr(torch, step.sharding.dtype)
+    with torch.device("meta"):
+        num_parameters = models.meta_model(copy.deepcopy(config)).num_parameters()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * dtype.itemsize       # of the cache
+    adapted = num_parameters * dtype.itemsize / step.world_size
+    full = 2 * 4 * num_parameters / step.world_size                 # a critic and its reference in float32
+    return [f"before it, sampling: {num_parameters * dtype.itemsize / 1e9:.3f} GB of weights on each rank, and "
+            f"{token / 1e6:.3f} MB for each token of the --concurrency candidates",
+            f"scoring by a critic of this size: {adapted / 1e9:.3f} GB with an adapter, {full / 1e9:.3f} GB without"]

@@ -153,7 +153,7 @@ class Server:
     def fault_of_error(self, client, error):
         """One line of an error that another address may not have; raises where none can do better."""
         status = getattr(error, "status_code", None)                 # None: no connection, or no reply in time
-        fault = f"{client.base_url}#{self.model}: {one_line(error)} (status {status})"
+        fault = f"{client.base_url}#{self.model}: {one_line(error)}"              # begins with the status
         if status in (401, 403) or error.code == "insufficient_quota":
             raise InputError(f"{fault}: the key in OPENAI_API_KEY is missing or refused")
         if status == 404:
@@ -168,9 +168,10 @@ def open_client(url, retries):
     key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
     try:
         import openai
-        return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
     except ImportError:
         raise InputError(f"{url}: servers need the package openai: pip install openai") from None
+    try:
+        return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
     except Exception as error:                                       # httpx.InvalidURL, which has no class above it
         raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
 

@@ -61,7 +61,7 @@ def run_step(out, words, ranks=1, threads=1):
     print(f"{str(out):36} begins (log: {log})", flush=True)
     begin = time.monotonic()
     with open(log, "w") as file:
-        status = subprocess.call(command, stdout=file, stderr=file, env=environment)
+        status = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
     text = log.read_text()
     if status != 0:
         last_lines = "\n".join(text.splitlines()[-20:])

@@ -375,7 +375,7 @@ def test_the_page_has_all_dialogues_with_the_advantages_of_their_turns(credited,
     metrics, page, data = report_of(credited[0])
     assert data["methods"] == ["a", "b"] and len(data["dialogues"]) == 24
     line = f"{regression_critic}: scores are the numbers of its regression head"
-    known = f"{regression_critic}: was trained on 8 of these 8 tasks ({workspace}/offline.jsonl)"
+    known = f"{regression_critic}: 8 of these 8 tasks are in its training file {workspace}/offline.jsonl"
     assert data["forms"] == {"advantages": [line, known], "candidates": [line]}
     assert page.count(line) == 3 and page.count(known) == 2
     turns = [turn for dialogue in data["dialogues"] for turn in dialogue["turns"] if turn["who"] == "agent"]
