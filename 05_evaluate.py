@@ -308,7 +308,7 @@ def candidate_form(folder, domain, form_of_turns):
 
 
 def training_tasks(folder, tasks):
-    """A line where some of these tasks (ids) are in the file that a critic was trained on, as its args.json names it."""
+    """A line where some of these tasks (ids) are in the file that a critic was trained on, by its args.json."""
     path = read_args(folder)["args"].get("trajectories", "")
     try:
         rows = data.read_trajectories(path)
