@@ -85,11 +85,6 @@ def photo_size(address):
     return (square[1], square[1]) if square else None
 
 
-def photo(url):
-    """The plain image (SVG) that stands for a photo address."""
-    return PHOTO.format(*(photo_size(url) or ("1080", "720")))
-
-
 @functools.cache
 def style_rules(path):
     """[(text, the classes one of which it needs)] of a minified style sheet's rules; without classes: what opens or
@@ -127,7 +122,8 @@ def local_answer(url, html):
                 return {"body": style_sheet(path, html), "content_type": "text/css"}
             return {"body": path.read_text("utf-8"), "content_type": "text/javascript"}
     if PHOTO_HOSTS.match(urllib.parse.urlsplit(url).hostname or ""):
-        return {"body": photo(url), "content_type": "image/svg+xml"}
+        width, height = photo_size(url) or ("1080", "720")
+        return {"body": PHOTO.format(width, height), "content_type": "image/svg+xml"}
     return None
 
 
@@ -276,13 +272,11 @@ class Browser:
         self.chromium = self.driver = self.pulse = None
 
     async def alive(self):
-        if not self.pulse:
-            return False
-        try:
-            await with_deadline(3, self.pulse.send("Browser.getVersion"))
-            return self.chromium.is_connected()
-        except (self.Error, TimeoutError):
-            return False
+        with contextlib.suppress(self.Error, TimeoutError):
+            if self.pulse:
+                await with_deadline(3, self.pulse.send("Browser.getVersion"))
+                return self.chromium.is_connected()
+        return False
 
     async def draw_alive(self, html, path, read):
         """The Render of a page; where the browser dies meanwhile, perhaps of another page, it is drawn once more."""

@@ -78,8 +78,7 @@ def elements_of(text):
 def last_page(history):
     """The page so far of a dialogue: of its last agent turn that has one; None if none has."""
     for turn in reversed(history):
-        page = page_of(turn["content"]) if turn["role"] == "assistant" else None
-        if page:
+        if turn["role"] == "assistant" and (page := page_of(turn["content"])):
             return page
     return None
 

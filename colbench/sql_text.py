@@ -13,6 +13,7 @@ A query ends with a semicolon, before a fence, a line or a paragraph that is pro
 semicolon stays where it is a further statement, so that two statements are refused. Parentheses around a whole query
 are dropped.
 """
+import itertools
 import re
 
 from colbench.extract_code import strings_of
@@ -181,11 +182,6 @@ def end_of(text):
 def without_parentheses(query):
     """What stands in the parentheses around a whole query; None where there are none."""
     bare = masked(query).rstrip("; \n")
-    if not bare.startswith("("):
-        return None
-    depth = 0
-    for position, sign in enumerate(bare):
-        depth += {"(": 1, ")": -1}.get(sign, 0)
-        if not depth:
-            return query[1:position].strip() if position == len(bare) - 1 else None
-    return None
+    depths = list(itertools.accumulate({"(": 1, ")": -1}.get(sign, 0) for sign in bare))
+    is_whole = bare.startswith("(") and 0 not in depths[:-1] and depths[-1] == 0
+    return query[1:len(bare) - 1].strip() if is_whole else None
