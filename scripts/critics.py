@@ -138,21 +138,20 @@ def main(argv=None):
     args = parse_args(argv)
     device = start(0).device
     out = pathlib.Path(args.out)
-    path = args.trajectories
-    trajectories = data.read_trajectories(path)
+    trajectories = data.read_trajectories(args.trajectories)
     domain = domain_of(trajectories[0]["task"])
     if args.gates:
         if any(domain.turn_kind(row["task"], [], "") is None for row in trajectories):
-            raise InputError(f"{path}: --gates needs template tasks (01), which say what a turn is worth")
+            raise InputError(f"{args.trajectories}: --gates needs template tasks (01), which say what a turn is worth")
     else:
         critic = common.read_critic(args.critic, None, domain)
         if critic.is_visual:
             raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
         tokenizer = load_tokenizer(args.critic)
         if tokenizer_name(tokenizer) != trajectories[0].get("tokenizer"):
-            raise InputError(f"{path}: the agent's tokenizer is not the one of {args.critic}")
-        points, returns = decision_points(path, trajectories, domain)
-    inputs = [path, args.gates, args.critic]
+            raise InputError(f"{args.trajectories}: the agent's tokenizer is not the one of {args.critic}")
+        points, returns = decision_points(args.trajectories, trajectories, domain)
+    inputs = [args.trajectories, args.gates, args.critic]
     if is_done(vars(args), out, inputs, folder=True):
         return
     begin_output(vars(args), out, inputs, folder=True)

@@ -16,13 +16,11 @@ def advantage_summary(trajectories):
      "by_kind", "by_round": {kind or round: {"n", "mean"} of the turns}}; no kinds where the tasks state none."""
     by_kind = collections.defaultdict(list)
     by_round = collections.defaultdict(list)
-    sums = []
-    for trajectory in trajectories:
-        advantages = trajectory["advantages"]
-        if advantages is None:
-            continue
-        sums.append(sum(advantages))
-        for number, (kind, advantage) in enumerate(zip(trajectory["kinds"], advantages), 1):
+    scored = [trajectory for trajectory in trajectories if trajectory["advantages"] is not None]
+    sums = [sum(trajectory["advantages"]) for trajectory in scored]
+    for trajectory in scored:
+        turns = zip(trajectory["kinds"], trajectory["advantages"])
+        for number, (kind, advantage) in enumerate(turns, 1):
             by_round[number].append(advantage)
             if kind is not None:
                 by_kind[kind].append(advantage)
@@ -77,7 +75,8 @@ def kind_lines(states, domain):
         best = max(1, len(state["candidates"]) - 1)
         for candidate, rank in zip(state["candidates"], average_ranks(state["advantages"])):
             text = visible_text(domain, candidate["text"], state.get("prompt"))
-            kind = candidate["kind"] = domain.turn_kind(task, history, text)
+            kind = domain.turn_kind(task, history, text)
+            candidate["kind"] = kind
             if kind is not None:
                 known = domain.all_known(task, history)
                 groups[known, kind].append((rank / best, candidate["chosen"], candidate["rejected"]))
