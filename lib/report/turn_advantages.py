@@ -53,9 +53,10 @@ def read_states(folder):
         for candidate in state["candidates"]:
             candidate["chosen"] = candidate["rejected"] = 0
     for pair in read_jsonl(pathlib.Path(folder, "pairs.jsonl"), {"task_id": str}):
-        actions = [candidate["ids"] for candidate in candidates[name_of(pair)]]
+        of_state = candidates[name_of(pair)]
+        actions = [candidate["ids"] for candidate in of_state]
         for side in ("chosen", "rejected"):
-            candidates[name_of(pair)][actions.index(pair[side]["ids"])][side] += 1
+            of_state[actions.index(pair[side]["ids"])][side] += 1
     return states
 
 
