@@ -377,11 +377,12 @@ def main(argv=None):
     # the page
     if args.export:
         export(out / "export", files, common.shown_system)
+    page = page_data(files, domain, forms, states)
+    plots = report_plots(metric, curves_of(metrics), histories)
     rollouts = {name: read_args(runs[0])["args"] for name, runs in paths.items()}
     about = about_lines(shlex.join(["python", "05_evaluate.py", *map(str, argv or sys.argv[1:])]), rollouts)
-    write_report(out / "report.html", page_data(files, domain, forms, states), out / "images", **tables, about=about,
-                 metrics=metrics, metric=metric, metric_heading=statistics.heading_of(metric), forms=forms,
-                 advantages=advantages, plots=report_plots(metric, curves_of(metrics), histories))
+    write_report(out / "report.html", page, out / "images", **tables, about=about, metrics=metrics, metric=metric,
+                 metric_heading=statistics.heading_of(metric), advantages=advantages, plots=plots, forms=forms)
     (out / "COMPLETED").touch()
     if page["left_out"]:
         say(f"report.html: {page['left_out']}")
