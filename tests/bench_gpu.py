@@ -10,9 +10,9 @@ MFU is 6 N D over 989 TFLOP/s (H100, H200), of LoRA 4 N D: N parameters without 
 padding. plan_gb: what --dry-run predicts."""
 import argparse
 import asyncio
-import functools
 import json
 import pathlib
+import random
 import statistics
 import sys
 import time
@@ -52,14 +52,18 @@ def random_scorer(shape, device, dtype=torch.bfloat16, lora=None):
     return common.Scorer(model)
 
 
-def items_of(number, num_prompt, num_action, num_actions):
+def random_items(number, num_prompt, num_action, num_actions):
     """Items of a tree of actions after a prompt; without a prompt of a dialogue, of whose turns a third is the
     agent's."""
     num_read = 0 if num_prompt else num_action * 2 // 3
     turn_ids = [-1] * num_prompt
     for turn in range(num_actions):
         turn_ids += [-1] * num_read + [turn] * (num_action - num_read)
-    return [[common.Row([7] * len(turn_ids), turn_ids, num_prompt or None)]] * number
+    return [[common.Row(random_ids(len(turn_ids)), turn_ids, num_prompt or None)] for _ in range(number)]
+
+
+def random_ids(number):
+    return [random.randrange(3, 500) for _ in range(number)]
 
 
 def num_parameters(model):
@@ -91,7 +95,7 @@ def train(name, is_tiny):
     sharding = models.Sharding("bfloat16", compile=bool(compiled))
     scorer = random_scorer(shape, run.device, torch.bfloat16 if lora else torch.float32, lora).train()
     models.shard(scorer, run, sharding)
-    optimizer, items = training.adamw(scorer, 1e-6), items_of(num_rows, *form)
+    optimizer, items = training.adamw(scorer, 1e-6), random_items(num_rows, *form)
 
     def step(items=items):
         values = scorer(common.collate(items, run.device))          # (B, M)
@@ -101,7 +105,7 @@ def train(name, is_tiny):
         optimizer.zero_grad(set_to_none=True)
     first_s = seconds_of(step, 2, run.device)
     if compiled:                                                    # other lengths and numbers of rows
-        others = iter([items_of(num_rows, *form[:2], form[2] // 2), items[:-1]])
+        others = iter([random_items(num_rows, *form[:2], form[2] // 2), items[:-1]])
         first_s += seconds_of(lambda: step(next(others)), 2, run.device)
     seconds = statistics.median(seconds_of(step, 5, run.device))
     num_tokens = num_rows * len(items[0][0].ids)
@@ -123,18 +127,22 @@ def decode(name, is_tiny):
             model, made = random_scorer(shape, device).eval().model, shape
         config, num_tokens = model.config, PROMPT_TOKENS + NEW_TOKENS // 2
         kept = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * num_tokens  # bytes a row
-        work = functools.partial(sample, Engine(model, [], num_rows, 16384), num_rows)
-        first_s, again_s = seconds_of(work, 2, device)              # again: prompts are in the cache, graphs are there
-        yield {"model": shape, "rows": num_rows, "bandwidth": bandwidth, "first_s": first_s,
+        seconds = seconds_of_steps(Engine(model, [], num_rows, 16384), num_rows)
+        yield {"model": shape, "rows": num_rows, "bandwidth": bandwidth, "first_s": seconds[:4],
                "floor_ms": 1000 * (2 * num_parameters(model) + num_rows * kept) / bandwidth,
-               "step_ms": 1000 * again_s / NEW_TOKENS}
+               "step_ms": 1000 * statistics.median(seconds[len(seconds) // 2:])}
 
 
-def sample(engine, num_rows):
+def seconds_of_steps(engine, num_rows):
+    """Of each decoding step."""
+    plain_decode, seconds = engine.decode, []
+    engine.decode = lambda: seconds.extend(seconds_of(plain_decode, 1, engine.device))
+
     async def sample_all():
-        prompt, randoms = [7] * PROMPT_TOKENS, torch.full((1, NEW_TOKENS), .5)
-        await asyncio.gather(*(engine.generate(prompt, randoms, 1.0, key) for key in range(num_rows)))
+        randoms = torch.full((1, NEW_TOKENS), .5)
+        await asyncio.gather(*(engine.generate(random_ids(PROMPT_TOKENS), randoms, 1.0) for _ in range(num_rows)))
     asyncio.run(sample_all())
+    return seconds
 
 
 PARTS = {"decode": decode, "lora": train, "lora-compiled": train, "critic": train, "critic-compiled": train}

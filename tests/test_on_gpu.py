@@ -2,7 +2,10 @@
 
 GPU_TESTS_ON_CPU=1 runs them with the CPU in the place of the GPU, to try the tests themselves."""
 import os
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -13,9 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 from colbench import backend
-from conftest import BASE, call, dies, read, ROOT, rows_of_actions, stage, trajectory, weights, write
+from conftest import BASE, call, read, ROOT, rows_of_actions, stage, trajectory, weights, write
 from lib import engine as engine_module
-from lib import training
 from lib.engine import Engine
 from lib.models import load_tokenizer
 from lib.seeds import uniforms
@@ -144,12 +146,19 @@ def test_training(folder, kind, options):
 
 
 def test_a_run_that_is_killed_goes_on(folder):
-    flags = [*flags_of(folder, "critic"), "--max-steps", 8, "--save-every", 2]
+    flags = [*flags_of(folder, "critic"), "--max-steps", 20, "--save-every", 2]
     run_on(DEVICE, *flags, "--out", folder / "whole")
-    with dies(training.Checkpoints, "save", calls=2):
-        run_on(DEVICE, *flags, "--out", folder / "killed")
-    run_on(DEVICE, *flags, "--out", folder / "killed")
-    assert_close(folder / "killed", folder / "whole")
+    killed = folder / "killed"
+    command = [sys.executable, ROOT / "03_train_critic.py", *flags[1:], "--out", killed]
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT)
+    while process.poll() is None and not list(killed.glob("states/*/.metadata")):
+        time.sleep(.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    first_line = (killed / "metrics.jsonl").read_text().splitlines()[0]
+    run_on(DEVICE, *flags, "--out", killed)
+    assert (killed / "metrics.jsonl").read_text().startswith(first_line + "\n")     # with its times: it went on
+    assert_close(killed, folder / "whole")
 
 
 # --- sampling
