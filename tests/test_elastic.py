@@ -69,8 +69,9 @@ def test_a_critic_whose_rank_is_killed(workspace, tmp_path):
 def test_a_policy_whose_ranks_are_killed(workspace, critic, tmp_path):
     """When the local engine samples candidates, and when it trains."""
     arguments = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE,
-                 "--critic", critic, "--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 40,
-                 "--concurrency", 2, "--lr", 1e-4, "--max-steps", 4, "--save-every", 1, "--out"]
+                 "--critic", critic, "--data-frac", 0.03, "--num-candidates", 3, "--max-new-tokens", 40,
+                 "--concurrency", 2, "--pairs-per-turn", 1, "--batch-size", 4, "--max-steps", 4, "--save-every", 1,
+                 "--lr", 1e-4, "--out"]
     succeed("04_train_policy.py", *arguments, tmp_path / "whole", ranks=2)
     out = tmp_path / "out"
     candidates = out / "candidates.jsonl"
