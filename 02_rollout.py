@@ -528,9 +528,7 @@ def main(argv=None):
     domain = domain_of(tasks[0])
     check_players(tasks, domain, args)
     args.simulator_max_new_tokens = args.simulator_max_new_tokens or domain.REPLY_TOKENS
-    system = None
-    if args.system_prompt:
-        system = read_text(args.system_prompt)
+    system = read_text(args.system_prompt) if args.system_prompt else None
     inputs = [args.tasks, *model_names(args).values(), args.critic, args.agent_tokenizer, args.system_prompt]
     if is_done(vars(args), out, inputs):
         return

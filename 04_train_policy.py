@@ -27,7 +27,6 @@ Other methods are forks of this file, in examples/: docs/fork.md.
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
-import argparse
 import collections
 import functools
 import gc
@@ -434,13 +433,6 @@ LARGE = {"dtype": "bfloat16", "activation_checkpointing": True}
 PRESETS = {"paper-backend": LARGE, "paper-frontend": LARGE, "released-backend": {**LARGE, "reference_sees_c": False}}
 
 
-def servers_flag(text):
-    """A type: addresses of servers."""
-    if not is_server(text):
-        raise argparse.ArgumentTypeError("must be http://HOST:PORT/v1#NAME")
-    return text
-
-
 def add_candidates(parser):
     """The flags of candidates and their pairs."""
     group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
@@ -452,12 +444,10 @@ def add_candidates(parser):
     group.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens of a candidate")
     group.add_argument("--candidates", type=flags.text_flag, metavar="FILE", help="candidates.jsonl of another run of "
                        "the same model, seed, trajectories and sampling; None: sample them")
-    group.add_argument("--sampler", type=servers_flag, metavar="http://HOST:PORT/v1#NAME",
+    group.add_argument("--sampler", type=flags.text_flag, metavar="http://HOST:PORT/v1#NAME",
                        help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
-                       "does: they sample the candidates, which then do not repeat bit for bit; None: every rank holds "
-                       "the model and samples")
-    group.add_argument("--concurrency", type=flags.num_samples_flag, default=256,
-                       help="candidates sampled at a time, by a rank")
+                       "does: these then do not repeat bit for bit; None: every rank holds the model and samples")
+    group.add_argument("--concurrency", type=flags.num_samples_flag, default=256, help="candidates a rank has in work")
     group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
                        "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
 
@@ -476,8 +466,8 @@ def parse_args(argv=None):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
         parser.error("--method sweet needs --critic: a folder, or untrained")
-    if args.sampler and args.candidates:
-        parser.error("--sampler goes without --candidates")
+    if args.sampler and (args.candidates or not is_server(args.sampler)):
+        parser.error("--sampler takes http://HOST:PORT/v1#NAME, and goes without --candidates")
     if args.epochs is None:
         args.epochs = METHODS[args.method].epochs
         if args.preset == "paper-frontend" and args.epochs == 4:

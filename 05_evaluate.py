@@ -62,11 +62,9 @@ def parse_args(argv=None):
     parser.add_argument("--baseline", type=flags.text_flag, metavar="NAME", help="compare the others with this one")
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
     parser.add_argument("--costs", action="store_true", help="show what it took to train each method (its first file)")
-    parser.add_argument("--critic", type=flags.text_flag, metavar="DIR",
-                        help="show each turn's advantage by this critic (03)")
+    parser.add_argument("--critic", type=flags.text_flag, metavar="DIR", help="show turns' advantages by this critic")
     flags.add_reference(parser)
-    parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR",
-                        help="show SWEET's candidates in 04's folder")
+    parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR", help="show SWEET's candidates of 04")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
     flags.add_world(parser)
     flags.add_overwrite(parser)

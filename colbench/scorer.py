@@ -152,7 +152,7 @@ class Scorer:
 
 
 def num_cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    return len(os.sched_getaffinity(0))
 
 
 def key_of(task):

@@ -131,13 +131,9 @@ def paired(trajectories, baseline, eval_score, compare):
     return tasks, values
 
 
-def mean_difference(ours, theirs):
-    return mean(ours) - mean(theirs)
-
-
 def paired_difference(trajectories, baseline, eval_score):
     """{"difference", "n", what intervals() gives} of the tasks' means; None where nothing can be paired."""
-    tasks, differences = paired(trajectories, baseline, eval_score, mean_difference)
+    tasks, differences = paired(trajectories, baseline, eval_score, lambda ours, theirs: mean(ours) - mean(theirs))
     if not tasks:
         return None
     return {

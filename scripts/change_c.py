@@ -12,8 +12,7 @@ import collections
 import pathlib
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from colbench import ColBenchError, domain_of  # noqa: E402
 from lib.data import read_trajectories  # noqa: E402
