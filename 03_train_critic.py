@@ -3,21 +3,22 @@
 Reads   trajectories.jsonl (02) with rewards, a model.
 Writes  a critic folder: a model folder with critic.json and metrics.jsonl.
 
-A turn's advantage is the mean log-ratio of its tokens against the initial model, both with c before the dialogue:
+A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c: one sentence, once,
+before the system message:
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
 Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
 L: tokens of the turn; s: the sigmoid; b: --beta.
 
---reference-sees-c no   p_ref does not read c: log p(a|o, c) - log p_ref(a|o). Before the first step A is how much
-                        likelier c makes a turn, not 0. (04 has a flag of this name for ranking alone.)
+--reference-sees-c no   p_ref does not read c: log p(a|o, c) - log p_ref(a|o). A then starts not at 0
+                        but at how much more likely c makes the turn. (04's flag of this name is for ranking alone.)
 --no-privileged         leaves c out
 --normalize none        leaves out 1/L (trajectory: one mean over all agent tokens, as in the published code)
 --head regression       a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
 --head value            the head gives the logit of the return after each turn of every trajectory, trained by binary
                         cross-entropy
-An example is a pair of trajectories; with --head value a single one. Reports the pair accuracy on tasks that are held
-out, by default 5 % of them, which the paper does not say.
+An example is a pair of trajectories; with --head value a single one. Reports the pair accuracy on held-out tasks
+(default 5 %; the paper gives no figure).
 A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, what the
 user said last, and the images of c and of what the agent has made; its head sees the mean over all of these tokens.
 
@@ -46,9 +47,9 @@ from lib.vision import critic_processor, Sight
 def bradley_terry_losses(advantages, logps, lengths, beta, nll_coef):
     """Eq. 2 of pairs of trajectories: (losses (P,), {name: (P,)} for the log).
 
-    advantages, logps, lengths   of each turn, (2P, M): eq. 3; its log-probability under the critic (of a head its
-                                 number, and nll_coef is 0); its tokens, 0 where there is no such turn. The chosen
-                                 trajectory of a pair, then its rejected one, and so on"""
+    advantages   (2P, M) eq. 3 of each turn: the chosen trajectory of a pair, then its rejected one, and so on
+    logps        (2P, M) its log-probability under the critic; of a head its number, and nll_coef is 0
+    lengths      (2P, M) its tokens, 0 where there is no such turn"""
     scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
     chosen = beta * scores[0::2]                                     # (P,) rewards
     rejected = beta * scores[1::2]                                   # (P,)
@@ -100,8 +101,8 @@ def split_groups(trajectories, args):
 
 
 def examples_of(trajectories, groups, reader, args):
-    """(groups, examples, ref_examples) of those groups of trajectory numbers that are short enough. ref_examples: what
-    the reference reads, the same or, with --reference-sees-c no, the same without c.
+    """(groups, examples, ref_examples) of those groups of trajectory numbers that are short enough, with c in both
+    kinds of examples unless --reference-sees-c is no. ref_examples: what the reference reads.
     reader: the tokenizer or, of a critic that sees, vision.Sight."""
     examples = ref_examples = common.trajectory_examples(trajectories, groups, reader, not args.no_privileged)
     if not args.reference_sees_c:
@@ -123,15 +124,15 @@ def open_reader(domain, args):
 
 def train(scorer, examples, targets, args, run):
     """Train the scorer's model on the examples, from the last saved state.
-    targets: of each example what the reference says of its turns (common.reference_logps); with --head value the
-    return of its trajectory."""
+    targets: of each example the reference's log-probability of its turns (common.reference_logps); with --head value
+    the return of its trajectory, at least 0."""
     loop = training.Loop(scorer, examples, args.batch_size, args, run)
     for step, batch_numbers in loop.steps():
         num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = scorer.collate(common.items_of(micro_examples), run.device)
-            logps = scorer(batch)                                   # (B, M): of each turn; of a head its number
+            logps = scorer(batch)                                   # (B, M) of each turn, or the head's output
             if args.head == "value":
                 labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (B,)
                 losses = value_losses(logps, labels, batch.lengths)                                # (B,) each

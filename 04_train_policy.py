@@ -9,11 +9,12 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
                  of the worse, and train by single-turn DPO:
     eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
-                 --reference-sees-c no: p_ref of eq. 3 does not read c, as in the published code (None: as trained).
+                 --reference-sees-c no: p_ref of eq. 3 does not read c in ranking, as in the published code (default: as
+                 in the critic's training).
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
---method sft     Likelihood of the agent's turns of all trajectories. With --model tiny of a small new model.
+--method sft     Likelihood of the agent's turns of all trajectories. With --model tiny a new small model.
                  rft and sft put c in front of dialogues whose agent saw it (02 --agent script-informed).
 
 --epochs and --batch-size are 1 and 8 for sweet, 4 and 8 for mtdpo, 4 and 32 for rft and sft, unless given; with
@@ -201,7 +202,7 @@ def with_candidates(states, tokenizer, args, run):
 
 
 def score_rows(rows, critic, tokenizer, max_tokens, device):
-    """The critic's score of every candidate (eq. 3), a list for each row."""
+    """common.score_actions of every candidate (eq. 3), a list for each row."""
     points = [decision_point(row) for row in rows]
     return common.score_actions(critic, tokenizer, points, max_tokens, device)
 
@@ -212,7 +213,7 @@ def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
     path = pathlib.Path(args.out) / "scored.jsonl"
     if path.exists():
         return read_rows(path)
-    gc.collect()                                                     # of the model that has sampled them
+    gc.collect()                                                     # frees the model that has sampled them
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
     if critic.is_visual:
         critic.sight = data.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))
@@ -423,6 +424,7 @@ def num_loss_terms(example):
 
 
 def examples_a_step(args):
+    """Examples of a step: turns with --pairs-together, else pairs or trajectories."""
     if args.pairs_together:
         return max(1, args.batch_size // args.pairs_per_turn)
     return args.batch_size
@@ -435,9 +437,9 @@ PRESETS = {"paper-backend": LARGE, "paper-frontend": LARGE, "released-backend": 
 
 def add_candidates(parser):
     """The flags of candidates and their pairs."""
-    group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
+    group = parser.add_argument_group("SWEET's candidates and pairs (ignored by other methods)")
     group.add_argument("--data-frac", type=flags.share_flag, default=0.1, help="share of the trajectories whose turns "
-                       "are used (the published code's tenth is of 15,000; with few hundred take all: 1)")
+                       "are used (the published code uses a tenth of 15,000; with a few hundred, use 1)")
     group.add_argument("--num-candidates", type=flags.num_samples_flag, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=flags.positive_int, default=4, help="DPO pairs a turn")
     group.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the candidates")
@@ -447,7 +449,7 @@ def add_candidates(parser):
     group.add_argument("--sampler", type=flags.text_flag, metavar="http://HOST:PORT/v1#NAME",
                        help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
                        "does: these then do not repeat bit for bit; None: every rank holds the model and samples")
-    group.add_argument("--concurrency", type=flags.num_samples_flag, default=256, help="candidates a rank has in work")
+    group.add_argument("--concurrency", type=flags.num_samples_flag, default=256, help="candidates in flight per rank")
     group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
                        "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
 

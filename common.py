@@ -181,6 +181,7 @@ def critic_prompt(tokenizer, prompt, task):
 
 def agent_turns(tokenizer, trajectory, counts=None):
     """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows.
+    The ids end with the end-of-turn token, but for sampled turns that --max-new-tokens has cut.
 
     A turn is of one of three kinds, which `counts` (a Counter) counts:
     "as sampled"      this tokenizer sampled it: the ids are in the file
@@ -239,7 +240,8 @@ def say_kinds(what, kinds):
 
 
 def rows_of_trajectory(tokenizer, turns, task=None):
-    """Rows of a trajectory from its agent_turns; with its `task` c stands in front (critic_prompt).
+    """Rows of a trajectory from its agent_turns: one, in which only agent tokens have turn_ids of 0 or more. With its
+    `task` c stands once, at the very front (critic_prompt).
 
     For turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" it is one row:
         ids             <u> hi <a> who ? <e> <u> me <a> ok <e>
@@ -319,7 +321,7 @@ def collate(items, device="cpu"):
     mask            None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)
     positions       (R, T) position of each token; a tree's actions all begin where its prompt ends
     turn_ids        (R, T) as of Row, -1 where padded
-    previous        (R, T) place of the token before
+    previous        (R, T) place of the token before; of the first token of a tree's action the prompt's last
     item_index      (R,)   the item of each row
     lengths         (B, M) number of tokens of each item's actions, 0 where it has no such action
     images          of all rows, in their order"""
@@ -468,8 +470,8 @@ def token_logps(projection, hidden, ids):
 
 
 def in_chunks(function, projection, *tensors):
-    """function(*tensors) (N,) of tensors (N, …), in parts, whose logits (n, V) are made again in the backward pass.
-    A part has about MAX_LOGITS logits."""
+    """function(*tensors) (N,) of tensors (N, …), in parts of about MAX_LOGITS logits (n, V); where there are
+    several, these are made again in the backward pass."""
     num_logits = len(tensors[0]) * projection.weight.shape[0]
     num_chunks = math.ceil(num_logits / MAX_LOGITS)
     if num_chunks == 1:
@@ -491,7 +493,7 @@ def action_sums(batch, values):
 
 
 def action_logps(projection, hidden, batch):
-    """The log-probability of each action, summed over its tokens (end of turn included), (B, M) float32.
+    """The log-probability of each action, summed over its tokens (agent_turns), (B, M) float32.
     hidden: (R, T, H). The vocabulary projection runs at action tokens alone."""
     r, t = action_tokens(batch)
     before = hidden[r, batch.previous[r, t]]                                              # (N, H)
@@ -510,8 +512,8 @@ def action_values(head, hidden, batch):
 def action_outputs(scorer, items, max_tokens, device):
     """What a Scorer says of many items without gradients: a list of float32 tensors (number of actions of the item,).
 
-    Items go through it in batches of at most `max_tokens` padded tokens. If it is split over the ranks, every rank must
-    call this with the same items, and takes its part of the batches.
+    Items go through it in batches of at most `max_tokens` padded tokens; a longer item is a batch of its own. If it is
+    split over the ranks, every rank must call this with the same items, and takes its part of the batches.
     scorer: None, the reference of a critic with a head, whose initial values are 0; or a WithoutAdapter."""
     if scorer is None:
         return [torch.zeros(num_actions(item)) for item in items]
@@ -598,8 +600,8 @@ def padded_outputs(outputs, device):
 
 
 def reference_logps(folder, scorer, examples, max_tokens, device):
-    """example_outputs under the initial model, kept in `folder`/ref.pt for a resumed run with the same examples.
-    With a head they are 0."""
+    """example_outputs under the initial weights; a resumed run loads its state later (training.Loop). They are kept in
+    `folder`/ref.pt for a run that goes on with the same examples. With a head they are 0."""
     path = pathlib.Path(folder) / "ref.pt"
     digest = hashlib.sha256()
     for item in items_of(examples):
@@ -735,7 +737,7 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
 
 def open_critic(name, model, tokenizer, domain, ref_sees_c=None):
     """The Critic of --critic (its `name`), not loaded yet: that of a folder (read_critic) or, with "untrained", the
-    `model` itself, whose scores are log p(a|o, c) - log p(a|o)."""
+    `model` itself, whose scores are log p(a|o, c) - log p(a|o), a mean over the tokens of a."""
     if name != UNTRAINED:
         critic = read_critic(name, tokenizer, domain, ref_sees_c)
     elif ref_sees_c:
@@ -787,8 +789,8 @@ DecisionPoint = namedtuple("DecisionPoint", "prompt task history actions texts")
 
 
 def score_actions(critic, tokenizer, points, max_tokens, device):
-    """The score A(o_t, a, c) of each action of DecisionPoints by a loaded Critic, a list of floats for each point.
-    Equal actions are scored once."""
+    """The score A(o_t, a, c) of each action of DecisionPoints by a loaded Critic, a list of floats for each point: with
+    every --normalize but none a mean over its own tokens. Equal actions are scored once."""
     if critic.is_visual:
         views = vision.action_views(critic.sight, points, critic.sees_c)
         rows = vision.view_rows(critic.sight, views)

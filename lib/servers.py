@@ -24,7 +24,7 @@ class Reply(NamedTuple):
 
     text: str
     ended: bool                     # before the limit of its length
-    ids: list | None                # sampled token ids; None where a server gives none
+    ids: list | None                # sampled token ids, the end of turn included; None where a server gives none
     prompt_tokens: int              # read; 0 where a server does not say it
     completion_tokens: int          # written
     prompt: str | None = None       # the rendered text that was continued, where it is known

@@ -122,7 +122,7 @@ EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
 def preference_numbers(chosen, rejected, nll, dtype):
-    """What a log line shows of preferences, {name: (P,)}: rewards of both sides, the chosen one's mean NLL. A pair of
+    """What a log line shows of preferences, {name: (P,)}: the chosen one's reward and mean NLL, the margin. A pair of
     equal rewards (EQUAL_MARGIN) is half right; before the first update all are (but for 03 --reference-sees-c no)."""
     margin = chosen - rejected
     right = torch.where(margin.abs() <= EQUAL_MARGIN[dtype], 0.5, (margin > 0).float())
