@@ -175,7 +175,7 @@ def curves_of(metrics):
 def rescore(trajectories, environments, domain):
     """Give every trajectory fresh scores, whatever it has."""
     for trajectory in trajectories:
-        for key in (*domain.SCORE_KEYS, "failed", "advantages"):
+        for key in (*domain.SCORE_KEYS, "failed"):
             trajectory.pop(key, None)
     answers = [(trajectory["task"], trajectory["answer"]) for trajectory in trajectories]
     for environment in environments:
@@ -266,23 +266,30 @@ def cost_lines(metrics):
 
 
 def add_turn_advantages(metrics, files, critic, device):
-    """Give every trajectory "advantages" (common.score_turns) and every method their advantage_summary; returns that of
-    all."""
+    """Give every trajectory "advantages" (of common.score_turns, without a critic its own) and every method their
+    advantage_summary; returns that of all."""
     trajectories = list(itertools.chain(*files.values()))
-    loaded_critic = common.load_critic(critic, common.load_whole(device))
-    tokenizer = load_tokenizer(critic.folder)
-    of_turns = common.score_turns(loaded_critic, tokenizer, trajectories, MAX_TOKENS, device)
+    of_turns = [trajectory.get("advantages") for trajectory in trajectories]
+    if critic:
+        loaded_critic = common.load_critic(critic, common.load_whole(device))
+        tokenizer = load_tokenizer(critic.folder)
+        of_turns = common.score_turns(loaded_critic, tokenizer, trajectories, MAX_TOKENS, device)
     for trajectory, advantages in zip(trajectories, of_turns):
         trajectory["advantages"] = advantages
     for name in files:
         metrics[name]["turn_advantages"] = advantage_summary(files[name])
     if None in of_turns:
-        say(f"{of_turns.count(None):,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no advantage")
+        say(f"{of_turns.count(None):,} dialogues have no turn advantages (by a critic: over {MAX_TOKENS:,} tokens)")
     return advantage_summary(trajectories)
 
 
-def turn_form(critic):
-    """What the turn advantages are, in lines."""
+def turn_form(critic, trajectories):
+    """What the turn advantages are, in lines: of a critic, or the trajectories' own."""
+    if not critic:
+        own = [row for row in trajectories if row.get("advantages")]
+        if any(len(row["advantages"]) != len(statistics.agent_places(row["dialogue_history"])) for row in own):
+            raise InputError('"advantages" of a dialogue: must have one number for each turn of the agent')
+        return ["turn advantages are those that the files have"] if own else []
     lines = [common.critic_line(critic)]
     if critic.head == "value":
         lines.append(f"{critic.folder}: has a value head; a turn's advantage is how it changes the value, not eq. 3")
@@ -305,18 +312,6 @@ def candidate_form(folder, domain, form_of_turns):
     return lines
 
 
-def training_tasks(folder, tasks):
-    """A line where some of these tasks (ids) are in the file that a critic was trained on, by its args.json."""
-    path = read_args(folder)["args"].get("trajectories", "")
-    try:
-        rows = data.read_trajectories(path)
-    except (OSError, InputError, ColBenchError):                     # gone, or not what it was
-        return []
-    num_known = len(tasks & {row["task_id"] for row in rows})
-    line = f"{folder}: {num_known:,} of these {len(tasks):,} tasks are in its training file {path}"
-    return [line] if num_known else []
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 def main(argv=None):
@@ -332,9 +327,9 @@ def main(argv=None):
     domain = check_tasks(files, states, args.candidates)
     costs = {name: costs_of(runs[0]) for name, runs in paths.items()} if args.costs else {}
     critic = common.read_critic(args.critic, None, domain, args.reference_sees_c) if args.critic else None
-    known_tasks = training_tasks(args.critic, {row["task_id"] for row in all_trajectories}) if critic else []
     if critic and critic.is_visual:
         raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
+    forms = {"advantages": turn_form(critic, all_trajectories)}
     histories = training_histories(files, args.critic)
     inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic]
     if args.candidates:
@@ -363,11 +358,10 @@ def main(argv=None):
     tables = tables_of(metrics, metric, args.baseline, states, domain)
 
     # turn advantages
-    advantages, forms = {}, {"advantages": turn_form(critic) if critic else []}
+    advantages = {}
     if args.candidates:
         forms["candidates"] = candidate_form(args.candidates, domain, forms["advantages"])
-    if critic:
-        forms["advantages"] += known_tasks
+    if forms["advantages"]:
         say(*forms["advantages"])
         advantages = add_turn_advantages(metrics, files, critic, device)
         write_json(out / "metrics.json", metrics)

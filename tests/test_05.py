@@ -375,9 +375,7 @@ def test_the_page_has_all_dialogues_with_the_advantages_of_their_turns(credited,
     metrics, page, data = report_of(credited[0])
     assert data["methods"] == ["a", "b"] and len(data["dialogues"]) == 24
     line = f"{regression_critic}: scores are the numbers of its regression head"
-    known = f"{regression_critic}: 8 of these 8 tasks are in its training file {workspace}/offline.jsonl"
-    assert data["forms"] == {"advantages": [line, known], "candidates": [line]}
-    assert page.count(line) == 3 and page.count(known) == 2
+    assert data["forms"] == {"advantages": [line], "candidates": [line]} and page.count(line) == 3
     turns = [turn for dialogue in data["dialogues"] for turn in dialogue["turns"] if turn["who"] == "agent"]
     num_turns = 0
     for numbers in metrics.values():
@@ -411,11 +409,16 @@ def test_other_candidates_are_another_evaluation(credited, swept):
     assert "made with another" in refused(5, *words)
 
 
-def test_a_critic_whose_dialogues_are_gone_or_others_is_said_nothing_of(tmp_path):
-    write(tmp_path / "other.jsonl", [FUNCTION])
-    for args in ({}, {"trajectories": str(tmp_path / "gone")}, {"trajectories": str(tmp_path / "other.jsonl")}):
-        record(tmp_path / "critic" / "args.json", {}, **args)
-        assert evaluate.training_tasks(str(tmp_path / "critic"), {"t"}) == []
+def test_advantages_of_the_files_are_shown_where_no_critic_gives_others(tmp_path):
+    rows = [{**row, "advantages": [0.5]} for row in answers(t=GOOD, u=BAD)]
+    words = written(tmp_path, {"own": [*rows, trajectory("v", GOOD)]})
+    assert "\n1 dialogues have no turn advantages" in call(5, *words)
+    metrics, page, data = report_of(tmp_path)
+    assert metrics["own"]["turn_advantages"]["by_round"] == {"1": {"n": 2, "mean": 0.5}}
+    assert [turn.get("advantage") for dialogue in data["dialogues"] for turn in dialogue["turns"]
+            if turn["who"] == "agent"] == [0.5, 0.5, None] and data["forms"]["advantages"][0] in page
+    rows[0]["advantages"].append(1)
+    assert "one number for each turn" in refused(5, *written(tmp_path, {"own": rows}), "--overwrite")
 
 
 def test_the_page_says_where_candidates_and_turn_advantages_do_not_compare(critic, tmp_path):
