@@ -21,7 +21,7 @@ def chain(tmp_path_factory):
     words = ["base", "rft", "mtdpo", "sweet", "--chain", "2", "--out", str(out), "--set", "dialogues=4", "num_test=2",
              "max_rounds=6"]
 
-    def run_command(command, stdout, stderr, env):
+    def run_command(command, stdin, stdout, stderr, env):
         ranks, first = 1, 1
         if command[1] == "-m":                                       # torchrun
             ranks, first = int(command[5]), 6

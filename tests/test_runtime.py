@@ -115,13 +115,6 @@ def test_a_full_disk_is_one_line_that_names_the_output(tmp_path, monkeypatch, ca
     assert not runtime.is_of_full_disk(ValueError("another"))
 
 
-def test_an_output_of_another_kind_is_never_replaced(tmp_path):
-    (tmp_path / "file").touch()
-    for out, folder, kind in ((tmp_path, False, "a folder"), (tmp_path / "file", True, "no folder")):
-        with pytest.raises(InputError, match=f"is {kind}; choose another --out"):
-            runtime.is_done({"overwrite": True}, out, [], folder)
-
-
 # --- fingerprints
 
 def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
