@@ -174,6 +174,8 @@ def with_candidates(states, tokenizer, args, run):
     """Rows of candidates.jsonl: the states with "candidates", those of --candidates, or --num-candidates actions
     sampled after each prompt. The ranks share the states; each holds the whole policy, or asks --sampler.
     It begins the output."""
+    if args.sampler and (args.candidates or not is_server(args.sampler)):
+        raise InputError("--sampler: takes http://HOST:PORT/v1#NAME, and goes without --candidates")
     if args.candidates:
         states = read_candidates(args.candidates, states, args.num_candidates)
     begin(args)
@@ -468,8 +470,6 @@ def parse_args(argv=None):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
         parser.error("--method sweet needs --critic: a folder, or untrained")
-    if args.sampler and (args.candidates or not is_server(args.sampler)):
-        parser.error("--sampler takes http://HOST:PORT/v1#NAME, and goes without --candidates")
     if args.epochs is None:
         args.epochs = METHODS[args.method].epochs
         if args.preset == "paper-frontend" and args.epochs == 4:

@@ -39,6 +39,7 @@ import sys
 
 import common
 from colbench import ColBenchError, domain_of
+from colbench.schema import list_of
 from lib import data, flags, statistics
 from lib.models import load_tokenizer
 from lib.report.export import export
@@ -286,9 +287,11 @@ def add_turn_advantages(metrics, files, critic, device):
 def turn_form(critic, trajectories):
     """What the turn advantages are, in lines: of a critic, or the trajectories' own."""
     if not critic:
-        own = [row for row in trajectories if row.get("advantages")]
-        if any(len(row["advantages"]) != len(statistics.agent_places(row["dialogue_history"])) for row in own):
-            raise InputError('"advantages" of a dialogue: must have one number for each turn of the agent')
+        own = [row for row in trajectories if row.get("advantages") is not None]
+        for row in own:
+            num_turns = len(statistics.agent_places(row["dialogue_history"]))
+            if list_of(float)(row["advantages"]) or len(row["advantages"]) != num_turns:
+                raise InputError(f'task {row["task_id"]}: "advantages" must be one number for each turn of the agent')
         return ["turn advantages are those that the files have"] if own else []
     lines = [common.critic_line(critic)]
     if critic.head == "value":

@@ -14,7 +14,7 @@ SCORE_KEYS = ()
 MIN_RETURN_GAP = 1e-6
 
 MESSAGE = record({"role": one_of("system", "user", "assistant"), "content": str})
-ROW = record({"messages": list_of(MESSAGE), "reward": number(0, 1)}, {"c": str})
+ROW = record({"messages": list_of(MESSAGE), "reward": number(0, 1)}, {"c": str, "advantages": list_of(float)})
 
 
 def as_trajectory(row, where):
@@ -29,7 +29,7 @@ def as_trajectory(row, where):
     task = {"problem_description": turns[0]["content"], "ground_truth": row.get("c", ""), "own": True}
     answer = [turn["content"] for turn in turns if turn["role"] == "assistant"][-1]
     trajectory = {"task_id": task_id(task), "task": task, "dialogue_history": turns, "answer": answer,
-                  "reward": row["reward"], "max_rounds": len(turns)}
+                  "reward": row["reward"], "max_rounds": len(turns), "advantages": row.get("advantages")}
     if len(turns) < len(messages):
         trajectory["system_prompt"] = messages[0]["content"]
     return trajectory

@@ -53,7 +53,7 @@ TRAJECTORY = record(
      "simulator": nullable(label), "critic": nullable(label), "tokenizer": nullable(str),
      "informed": nullable(bool), "best_of": whole(1), "run": whole(0), "similarity": str,
      "image": nullable(label), "reference_image": nullable(label), "render_fault": nullable(str),
-     "continuation": int, "no_room": bool, "advantages": nullable(list_of(float)),
+     "continuation": int, "no_room": bool,
      "branch": record({"sample": int, "turn": whole(0), "candidate": int})})
 
 

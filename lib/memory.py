@@ -203,7 +203,7 @@ def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
     for part, number in plan.items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
     fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
-    say(f"it {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
+    say(f"this step {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
     if step.tree:
         say(*sampling_lines(config, step))
 
@@ -213,6 +213,7 @@ def sampling_lines(config, step):
     dtype = getattr(torch, step.sharding.dtype)
     with torch.device("meta"):
         num_parameters = models.meta_model(copy.deepcopy(config)).num_parameters()
+    config = config.get_text_config()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * dtype.itemsize       # of the cache
     adapted = num_parameters * dtype.itemsize / step.world_size

@@ -153,7 +153,8 @@ class Server:
     def fault_of_error(self, client, error):
         """One line of an error that another address may not have; raises where none can do better."""
         status = getattr(error, "status_code", None)                 # None: no connection, or no reply in time
-        fault = f"{client.base_url}#{self.model}: {one_line(error)}"              # begins with the status
+        kind = "no reply" if status is None else f"status {status}"
+        fault = f"{client.base_url}#{self.model}: {kind}: {one_line(error)}"
         if status in (401, 403) or error.code == "insufficient_quota":
             raise InputError(f"{fault}: the key in OPENAI_API_KEY is missing or refused")
         if status == 404:

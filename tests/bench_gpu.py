@@ -125,7 +125,7 @@ def decode(name, is_tiny):
         if shape != made:
             model = made = None                                     # frees the one before
             model, made = random_scorer(shape, device).eval().model, shape
-        config, num_tokens = model.config, PROMPT_TOKENS + NEW_TOKENS // 2
+        config, num_tokens = model.config, PROMPT_TOKENS + NEW_TOKENS * 3 // 4
         kept = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * num_tokens  # bytes a row
         seconds = seconds_of_steps(Engine(model, [], num_rows, 16384), num_rows)
         yield {"model": shape, "rows": num_rows, "bandwidth": bandwidth, "first_s": seconds[:4],

@@ -17,7 +17,7 @@ from conftest import begin, call, Partial, read, refused, ROOT, run, serving, st
 from lib.models import encode, load_tokenizer, stop_ids
 from lib.runtime import InputError, Rows, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
-from lib.seeds import server_seed
+from lib.seeds import server_seed, uniforms
 from lib.servers import NoRoom, Reply, ReplyError
 
 rollout = stage(2)
@@ -251,8 +251,7 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(few, gree
 def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean):
     line = refused(4, *policy_flags(few, tmp_path / "b", "--sampler", f"{clean['url']}#nobody"))
     assert "404" in line and "no model of this name there, or nothing that continues a prompt" in line
-    with pytest.raises(SystemExit):
-        stage(4).parse_args(policy_flags(few, tmp_path / "c", "--sampler", BASE))
+    assert "takes http" in refused(4, *policy_flags(few, tmp_path / "c", "--sampler", BASE))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,3 +293,8 @@ def test_a_judge_and_branches_need_no_ids(workspace, tmp_path, serve):
         turn = first["branch"]["turn"]
         assert first["branch"] == second["branch"]
         assert first["dialogue_history"][turn] == second["dialogue_history"][turn]
+
+
+def test_uniforms_are_those_of_their_key():
+    """So the first reply is the same, however many there are."""
+    assert uniforms((2, 3), 0, "a")[0].tolist() == uniforms((1, 3), 0, "a")[0].tolist() != uniforms((1, 3), 1, "a")

@@ -432,8 +432,7 @@ function dialogue(d) {
     el("h2", { id: "dialogue-title", tabindex: "-1", dir: "auto" }, firstLine(task.request)), facts(d),
     given(d.advantage) && el("div", { class: "sum" }, linkedStrip(d),
       el("p", {}, "sum of the turn advantages ", advantageBar(d.advantage, SUMS)),
-      note("Advantage of a turn: how much more likely the critic finds it than the reference does. Down and striped: " +
-        "less likely."), FORMS.advantages.map(note)),
+      note("Bars that are down and striped: advantages below 0."), FORMS.advantages.map(note)),
     secrets(task, d),
     el("div", { class: "turns" }, d.turns.map((_, number) => turnCard(d, number, known))),
     d.fault && note(`\u26A0 the answer cannot be rendered: ${d.fault}`),
