@@ -373,9 +373,9 @@ def short_examples(examples, args):
 
 
 def inputs_of(args):
-    """What the output depends on beside the arguments: files, folders, names of models."""
-    critic = None if args.critic == common.UNTRAINED else args.critic
-    return [args.trajectories, args.model, args.candidates, args.sampler, critic]
+    """What the output depends on beside the arguments: files, folders, names of models; a fork has not all of them."""
+    names = [vars(args).get(flag) for flag in ("trajectories", "model", "candidates", "sampler", "critic")]
+    return [name for name in names if name != common.UNTRAINED]
 
 
 def begin(args):
@@ -427,7 +427,7 @@ def num_loss_terms(example):
 
 def examples_a_step(args):
     """Examples of a step: turns with --pairs-together, else pairs or trajectories."""
-    if args.pairs_together:
+    if vars(args).get("pairs_together"):
         return max(1, args.batch_size // args.pairs_per_turn)
     return args.batch_size
 
@@ -470,11 +470,8 @@ def parse_args(argv=None):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
         parser.error("--method sweet needs --critic: a folder, or untrained")
-    if args.epochs is None:
-        args.epochs = METHODS[args.method].epochs
-        if args.preset == "paper-frontend" and args.epochs == 4:
-            args.epochs = 8
-    args.batch_size = args.batch_size or METHODS[args.method].batch_size
+    if args.preset == "paper-frontend" and args.epochs is None and METHODS[args.method].epochs == 4:
+        args.epochs = 8
     return args
 
 
@@ -495,6 +492,8 @@ def main(argv=None, parse_args=parse_args, methods=METHODS):
     """parse_args, methods: those of a fork."""
     args = parse_args(argv)
     method = methods[args.method]
+    args.epochs = args.epochs or method.epochs
+    args.batch_size = args.batch_size or method.batch_size
     if args.dry_run and methods is not METHODS:
         raise InputError("--dry-run goes with 04_train_policy.py")
     if args.dry_run:

@@ -92,7 +92,6 @@ METHODS = {"distill": policy.Method(distill_examples, distill_losses, has_refere
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=METHODS, default="distill", help="the only one")
-    parser.set_defaults(candidates=None, sampler=None, critic=None, pairs_together=False)  # flags of 04 that it lacks
     flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
     parser.add_argument("--divergence", choices=["forward", "reverse"], default="reverse", help="see token_kls")
     return parser.parse_args(argv)

@@ -211,7 +211,6 @@ METHODS = {"grpo": policy.Method(grpo_examples, grpo_losses, has_reference=True,
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=METHODS, default="grpo", help="the only one")
-    parser.set_defaults(candidates=None, sampler=None, pairs_together=False)               # flags of 04 that it lacks
     flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
     flags.add_critic(parser)
     parser.add_argument("--signed", action="store_true", help="see above")

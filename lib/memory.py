@@ -192,13 +192,14 @@ def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
     name = args.model
     lora = models.lora_config(name, args.lora, args.lora_targets, args.merge)
     num_examples = min(args.micro_batch_size, math.ceil(batch_size / args.dry_run))         # of a micro-batch
-    step = PlannedStep(args.dry_run, models.sharding_of(args), num_examples * rows_an_example, args.max_length,
-                       batch_size > num_examples * args.dry_run, is_tree, lora)
     if models.reads_images(name):
         raise InputError(f"{name}: --dry-run knows models of text alone")
     config = models.from_pretrained(AutoConfig, name)
+    row_tokens = min(args.max_length, models.most_positions(config))
+    step = PlannedStep(args.dry_run, models.sharding_of(args), num_examples * rows_an_example, row_tokens,
+                       batch_size > num_examples * args.dry_run, is_tree, lora)
     say(f"{name} on {step.world_size} ranks, {step.sharding.dtype}; at the peak of a step, on each rank a micro-batch"
-        f" of {step.num_rows} rows of {step.row_tokens:,} tokens (--max-length):")
+        f" of {step.num_rows} rows of {step.row_tokens:,} tokens (--max-length, or the model's most):")
     plan = memory_plan(config, step, token_logps)
     for part, number in plan.items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")

@@ -36,7 +36,7 @@ def sweet(workspace, critic, tmp_path_factory):
 
 def test_an_untrained_critic_is_no_file():
     given = types.SimpleNamespace(trajectories="t", model="m", candidates=None, sampler=None, critic="untrained")
-    assert policy_stage.inputs_of(given) == ["t", "m", None, None, None]
+    assert policy_stage.inputs_of(given) == ["t", "m", None, None]
 
 
 # --- losses by hand
