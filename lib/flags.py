@@ -15,7 +15,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
         super().__init__(prog, max_help_position=40, width=120)
 
     def _get_help_string(self, action):
-        says_nothing = action.default is None or action.default is False
+        says_nothing = action.default is None or action.default is False or "(default:" in action.help
         return action.help if says_nothing else super()._get_help_string(action)
 
 

@@ -88,7 +88,8 @@ def is_done(done, command):
 def show(text):
     """Print the tables of what a stage has printed."""
     for line in text.splitlines():
-        if not line.startswith(("reads ", "writes ", "arguments: ")) and "%|" not in line:             # a bar
+        is_bar = "%|" in line or line.isspace()
+        if not (is_bar or line.startswith(("reads ", "writes ", "arguments: "))):
             print(line)
 
 

@@ -215,9 +215,11 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
         assert (args.lr, args.beta, args.batch_size) == (2e-7, 0.1, 8)
     assert (training.WARMUP_FRAC, training.FINAL_LR_FRAC, training.ADAM_BETAS) == (0.03, 0.1, (0.9, 0.95))
     assert (training.WEIGHT_DECAY, training.MAX_GRAD_NORM) == (0.0, 1.0)
-    for words, epochs, batch in ((["sweet", "--critic", "c"], 1, 8), (["mtdpo"], 8, 8), (["rft"], 8, 32)):
+    for words, epochs, of_method in ((["sweet", "--critic", "c"], None, (1, 8)), (["mtdpo"], 8, (4, 8)),
+                                     (["rft"], 8, (4, 32))):
         args = stage(4).parse_args([*REQUIRED, "--preset", "paper-frontend", "--method", *words])
-        assert (args.epochs, args.batch_size, args.lr, args.beta) == (epochs, batch, 2e-7, 0.1)
+        assert (args.epochs, args.batch_size, args.lr, args.beta) == (epochs, None, 2e-7, 0.1)
+        assert stage(4).METHODS[args.method][-2:] == of_method       # which count where the flags are not given
     assert (backend.MIN_RETURN_GAP, frontend.MIN_RETURN_GAP) == (None, 0.1)       # table 5's gap of pages
     with pytest.raises(SystemExit):
         critic_stage.parse_args(["--preset", "paper-frontend", "--help"])

@@ -161,7 +161,7 @@ def made_row(task_id, length=3):
 def hostile_rows():
     """Rows whose keys are not 05's own, and with texts and names that are markup, very long or no text."""
     rows = [made_row(task_id) for task_id in ("x", HOSTILE, "\ud800", "a\0b\x1b[31m", "y", "z")]
-    rows[0] |= {"failed": [{"call": HOSTILE}], "advantages": ["x"], "kinds": [HOSTILE], "known": HOSTILE, "sample": -1,
+    rows[0] |= {"failed": [{"call": HOSTILE}], "kinds": [HOSTILE], "known": HOSTILE, "sample": -1,
                 "answer": HOSTILE}
     for row, family in zip(rows, (HOSTILE, "f" * 10 ** 6, "__proto__", 7)):
         row["task"]["family"] = family
