@@ -387,11 +387,11 @@ def begin(args):
 # losses_of           of (scorer, batch, examples, start_logps, args): {"loss", …}, (examples,) each
 # has_reference       start_logps: of the model at the start, computed once; else None
 # num_items           of an example
-# epochs, batch_size  defaults, of table 5's backend row (a fork has its own)
+# epochs, batch_size  where the flags are not given; here those of table 5's backend row
 Method = collections.namedtuple("Method", "make_examples losses_of has_reference num_items epochs batch_size",
                                 defaults=(1, 8))
 METHODS = {
-    "sweet": Method(sweet_examples, preference_losses, has_reference=True, num_items=1),
+    "sweet": Method(sweet_examples, preference_losses, has_reference=True, num_items=1, epochs=1, batch_size=8),
     "mtdpo": Method(mtdpo_examples, preference_losses, has_reference=True, num_items=2, epochs=4, batch_size=8),
     "rft": Method(rft_examples, imitation_losses, has_reference=False, num_items=1, epochs=4, batch_size=32),
     "sft": Method(sft_examples, imitation_losses, has_reference=False, num_items=1, epochs=4, batch_size=32),

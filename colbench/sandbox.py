@@ -241,13 +241,16 @@ class Lines:
 
     def read(self):
         """Read what has been written, if anything; Stop where nothing more can come."""
-        more = None
-        with contextlib.suppress(BlockingIOError):
+        try:
             more = os.read(self.descriptor, 1 << 16)
-        if not more and (self.has_ended or more is not None):
+        except BlockingIOError:
+            if self.has_ended:
+                raise Stop("process ended") from None
+            return False
+        if not more:
             raise Stop("process ended")
-        self.buffer += more or b""
-        return more is not None
+        self.buffer += more
+        return True
 
     def wait(self, left_s):
         """Wait until the process has ended, or it is time to look, or more of a line has come whose beginning is here.

@@ -179,8 +179,7 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
                        help="compute each layer again in the backward pass: less memory, a third more time")
     group.add_argument("--compile", action="store_true", help="compile the layers: a minute at first, then faster")
     group.add_argument("--dry-run", type=positive_int, metavar="RANKS",
-                       help="print the memory that a training step needs on each of so many ranks, and stop (to sample "
-                       "candidates, each rank holds the whole model)")
+                       help="print the memory that a step needs on each of so many ranks, and stop")
     group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")
     group.add_argument("--track", type=project_flag, metavar="PROJECT",
                        help="log to this project of trackio, too; a run that goes on continues its curve")

@@ -91,10 +91,9 @@ PRINT_EVERY = 10                                                    # steps
 def learning_rate(step, num_steps, peak):
     """Linear warm-up over WARMUP_FRAC of the steps, then a cosine down to FINAL_LR_FRAC of the peak; step from 0."""
     warmup = max(1, round(WARMUP_FRAC * num_steps))
-    decay = max(1, num_steps - warmup)
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = (step - warmup) / decay
+    progress = (step - warmup) / max(1, num_steps - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))               # from 1 to 0
     return peak * (FINAL_LR_FRAC + (1 - FINAL_LR_FRAC) * cosine)
 
