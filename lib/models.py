@@ -447,8 +447,14 @@ def shard(scorer, run, sharding):
         split(scorer, run, sharding)
     if sharding.compile:
         say("--compile: layers are compiled in the first pass, and once more when training begins")
+        scorer.model.get_input_embeddings().register_forward_hook(ask_gradients)
         for layer in layers_of(scorer.model):
             layer.compile(dynamic=True)                             # one compilation for all layers and lengths
+
+
+def ask_gradients(_, ids, states):
+    """A hook: the first layer's input has gradients like that of others, or it would be compiled apart with LoRA."""
+    return states.requires_grad_(torch.is_grad_enabled())
 
 
 def split(scorer, run, sharding):
@@ -465,8 +471,11 @@ def split(scorer, run, sharding):
     layers = layers_of(model)
     if is_visual(model):
         layers += model.base_model.visual.blocks
+    alone = set()                               # of one rank: what is not trained needs no copies
+    if run.world_size == 1:
+        alone = {parameter for parameter in scorer.parameters() if not parameter.requires_grad}
     for module in (*layers, scorer):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=alone)
     register_fsdp_forward_method(scorer, "check_logits")
 
 
@@ -493,8 +502,7 @@ def load_sharded(name, run, sharding, lora, build):
         scorer = build(model)
     shard(scorer, run, sharding)
     scorer.to_empty(device=run.device)
-    if not hasattr(scorer, "reshard"):
-        model.tie_weights()                                         # to_empty gives a tied weight twice, FSDP once
+    model.tie_weights()                                             # to_empty gives a tied weight twice
     for key, buffer in model.named_buffers():
         buffer.copy_(buffers[key])
     set_tensors(model, tensors, broadcast_from_rank0=True)
