@@ -6,6 +6,8 @@
 Models have random weights, made on the GPU.
 decode         a decoding step of the engine against the time in which the GPU reads all weights, keys and values
 lora, critic   training steps; NAME-compiled: with --compile, of rows of several lengths
+pairs, trees   training steps of eight pairs: a tree for each, or for four that share a prompt (--pairs-together)
+trl            the same pairs by TRL's DPOTrainer, whose reference is computed before (pip install trl)
 MFU is 6 N D over 989 TFLOP/s (H100, H200), of LoRA 4 N D: N parameters without input embeddings, D tokens without
 padding. plan_gb: what --dry-run predicts."""
 import argparse
@@ -32,7 +34,8 @@ NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_
 SHAPES = {"8B": ((4096, 14336, 32, 32, 8), 128256, False), "1B": ((2048, 8192, 16, 32, 8), 128256, True),
           "SmolLM2": ((576, 1536, 30, 9, 3), 49152, True), "tiny": ((64, 128, 2, 4, 2), 512, False)}
 TREE, DIALOGUE = (600, 80, 8), (0, 256, 8)      # tokens of a prompt, of a turn; turns
-TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8)}      # model, rank of LoRA, rows and number
+TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8), "pairs": ("1B", 0, (600, 80, 2), 8),
+            "trees": ("1B", 0, TREE, 2)}                            # model, rank of LoRA, rows and their number
 DECODING = [("8B", 64), ("8B", 16), ("8B", 256), ("8B", 1), ("SmolLM2", 16)]                # model, rows
 PROMPT_TOKENS, NEW_TOKENS = 520, 48
 
@@ -116,6 +119,43 @@ def train(name, is_tiny):
            "plan_gb": memory.memory_plan(config_of(shape), planned, common.token_logps)["total"] / 1e9}
 
 
+def train_by_trl(name, is_tiny):
+    import datasets
+    import trl
+    pairs, seconds = [], []
+    for _ in range(2):
+        prompt = random_ids(30 if is_tiny else 600)
+        for _ in range(4):
+            pairs.append({"prompt_ids": prompt, "chosen_ids": random_ids(80), "rejected_ids": random_ids(80)})
+
+    class Trainer(trl.DPOTrainer):
+        def _prepare_dataset(self, dataset, *_):
+            return dataset                                          # these ids
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            self.begin = time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - self.begin)
+
+    device = start(0).device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = random_scorer("tiny" if is_tiny else "1B", device, torch.float32).model
+    settings = trl.DPOConfig(
+        "/tmp/bench_gpu_trl", max_steps=7, per_device_train_batch_size=8, bf16=device.type == "cuda", max_length=None,
+        use_cpu=device.type == "cpu", precompute_ref_log_probs=True, precompute_ref_batch_size=8, report_to="none",
+        save_strategy="no", logging_strategy="no", learning_rate=1e-6, activation_checkpointing=False)
+    trainer = Trainer(model, args=settings, train_dataset=datasets.Dataset.from_list(pairs * 7), callbacks=[Clock()],
+                      processing_class=transformers.AutoTokenizer.from_pretrained("models/tiny"))
+    trainer.train()
+    yield {"model": "1B", "trl": trl.__version__, "ms": 1000 * statistics.median(seconds[2:]),
+           "peak_gb": peak_memory_mb() * 2 ** 20 / 1e9}
+
+
 def decode(name, is_tiny):
     device, made = start(0).device, None
     numbers = torch.ones(2 ** (20 if is_tiny else 31), dtype=torch.bfloat16, device=device)
@@ -145,18 +185,20 @@ def seconds_of_steps(engine, num_rows):
     return seconds
 
 
-PARTS = {"decode": decode, "lora": train, "lora-compiled": train, "critic": train, "critic-compiled": train}
+PARTS = {"decode": decode, **{kind + suffix: train for kind in TRAINING for suffix in ("", "-compiled")},
+         "trl": train_by_trl}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["decode", "lora", "critic"])
     parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument("--out", default="bench_gpu.jsonl", help="file to append to")
     args = parser.parse_args()
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     versions = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__}
     for name in args.parts:
+        random.seed(0)
         for row in PARTS[name](name, args.tiny):
             text = json.dumps({"part": name, **row, **versions})
             print(text, flush=True)
