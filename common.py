@@ -314,6 +314,10 @@ def items_of(examples):
 Batch = namedtuple("Batch", "ids mask positions turn_ids previous item_index lengths images")
 
 
+# On a GPU widths are multiples of this: kernels of attention take a tenth of a second to plan for each new shape.
+WIDTH_STEP = {"cuda": 32}
+
+
 def collate(items, device="cpu"):
     """Pad items (each a list of rows) on the right to one Batch:
 
@@ -329,6 +333,8 @@ def collate(items, device="cpu"):
     item_index = [number for number, item in enumerate(items) for _ in item]
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)
     turn_ids = pad_sequence([torch.tensor(row.turn_ids) for row in rows], batch_first=True, padding_value=-1)
+    padding = 0, -ids.shape[1] % WIDTH_STEP.get(torch.device(device).type, 1)
+    ids, turn_ids = F.pad(ids, padding), F.pad(turn_ids, padding, value=-1)
     num_rows, width = ids.shape
     positions = torch.arange(width).repeat(num_rows, 1)
     previous = positions - 1
@@ -464,22 +470,29 @@ def token_logps(projection, hidden, ids):
 
     projection: the model's models.Projection. Logits are float32 sums, whatever states and weights are in: in bfloat16
     a logit of 20 is rounded by .06, more than the advantages of many candidates differ."""
-    def logps_of(hidden, ids):
-        return -F.cross_entropy(projection.float_logits(hidden), ids, reduction="none")          # (n,)
+    def logps_of(logits, ids):
+        return -F.cross_entropy(logits, ids, reduction="none")                                    # (n,)
     return in_chunks(logps_of, projection, hidden, ids)
 
 
-def in_chunks(function, projection, *tensors):
-    """function(*tensors) (N,) of tensors (N, …), in parts of about MAX_LOGITS logits (n, V); where there are
-    several, these are made again in the backward pass."""
-    num_logits = len(tensors[0]) * projection.weight.shape[0]
-    num_chunks = math.ceil(num_logits / MAX_LOGITS)
+def in_chunks(function, projection, hidden, *tensors):
+    """function(logits, *tensors) (N,) of the float32 logits (N, V) of states `hidden` (N, H) and of tensors (N, …), in
+    parts of about MAX_LOGITS logits; each number must depend on its own row alone. Where there are several parts, their
+    logits are made again in the backward pass, but in bfloat16 on a GPU (models.RowValues)."""
+    def of_states(hidden, *tensors):
+        return function(projection.float_logits(hidden), *tensors)
+
+    def of_sums(sums, *tensors):
+        return function(projection.finished(sums), *tensors)
+    num_chunks = math.ceil(len(hidden) * len(projection.weight) / MAX_LOGITS)
+    if models.has_fast_bfloat16(hidden) and torch.is_grad_enabled():
+        weight, bias, _, _ = projection
+        return models.RowValues.apply(hidden, weight, bias, of_sums, num_chunks, *tensors)
     if num_chunks == 1:
-        return function(*tensors)
-    parts = [tensor.chunk(num_chunks) for tensor in tensors]
+        return of_states(hidden, *tensors)
     results = []
-    for chunk in zip(*parts):
-        results.append(checkpoint(function, *chunk, use_reentrant=False))
+    for chunk in zip(*(tensor.chunk(num_chunks) for tensor in (hidden, *tensors))):
+        results.append(checkpoint(of_states, *chunk, use_reentrant=False))
     return torch.cat(results)
 
 

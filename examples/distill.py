@@ -31,8 +31,8 @@ def token_kls(projection, hidden, teacher_projection, teacher_hidden, direction)
     states of a teacher by its own, over the whole vocabulary.
 
     "forward": KL(teacher || policy), which covers what the teacher does; "reverse": KL(policy || teacher)."""
-    def kls_of(hidden, teacher_hidden):
-        logps = F.log_softmax(projection.float_logits(hidden), -1)                               # (n, V)
+    def kls_of(logits, teacher_hidden):
+        logps = F.log_softmax(logits, -1)                                                        # (n, V)
         teacher_logps = F.log_softmax(teacher_projection.float_logits(teacher_hidden), -1)       # (n, V)
         if direction == "forward":
             return (teacher_logps.exp() * (teacher_logps - logps)).sum(-1)

@@ -179,11 +179,15 @@ class Engine:
         missing = [slot.request.prompt[len(slot.ids):-1] for slot in firsts]
         if any(missing):
             ids = pad_sequence([torch.tensor(new, dtype=torch.long) for new in missing], batch_first=True)    # (R, T)
+            if self.has_few_shapes:
+                ids = F.pad(ids, (0, -ids.shape[1] % 32))
             starts = torch.tensor([[len(slot.ids)] for slot in firsts])                                       # (R, 1)
             lengths = torch.tensor([[len(new)] for new in missing])                                           # (R, 1)
             positions = starts + torch.arange(ids.shape[1]).minimum(lengths)                                  # (R, T)
             rows = torch.tensor([slot.row for slot in firsts], device=self.device)                            # (R,)
             width = 1 + positions.max().item()
+            if self.has_few_shapes:
+                width = few_sizes(width)
             self.forward(rows, ids.to(self.device), positions.to(self.device), width)
         for slots, ids in zip(batch, missing):
             first, *copies = slots

@@ -52,8 +52,9 @@ class Ledger(TorchDispatchMode):
 def fused_attention(module, query, key, value, mask, **options):
     """Attention that keeps what fused kernels keep: q, k, v, the output and a float32 a row and head. (On the meta
     device scaled_dot_product_attention takes its plain path, with (T, T) matrices.)
-    options["has_mask"]: it would get one, for which transformers repeats the keys and values of grouped queries."""
-    if options["has_mask"]:
+    options["has_mask"]: it would get one, for which the keys and values of grouped queries are repeated, but not by
+    models.grouped_attention."""
+    if options["has_mask"] and not models.has_fast_bfloat16(query):
         key = key.repeat_interleave(module.num_key_value_groups, 1)
         value = value.repeat_interleave(module.num_key_value_groups, 1)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -100,7 +101,8 @@ class Fsdp:
         self.gathered, self.reduced, self.kept = {}, {}, {}
         for group, parameters in self.parameters.items():
             trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-            self.gathered[group] = sum(parameter.nbytes for parameter in parameters) * is_split
+            gathers = [parameter for parameter in parameters if shards > 1 or parameter.requires_grad]     # models.split
+            self.gathered[group] = sum(parameter.nbytes for parameter in gathers) * is_split
             self.reduced[group] = 4 * trained * is_split
             self.kept[group] = 4 * trained / shards
         self.flat = self.gathered if shards > 1 else dict.fromkeys(self.gathered, 0)

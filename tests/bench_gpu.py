@@ -12,6 +12,7 @@ MFU is 6 N D over 989 TFLOP/s (H100, H200), of LoRA 4 N D: N parameters without 
 padding. plan_gb: what --dry-run predicts."""
 import argparse
 import asyncio
+import gc
 import json
 import pathlib
 import random
@@ -33,7 +34,7 @@ PEAK = 989e12                                   # FLOP/s of an H100 or H200, bfl
 NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
 SHAPES = {"8B": ((4096, 14336, 32, 32, 8), 128256, False), "1B": ((2048, 8192, 16, 32, 8), 128256, True),
           "SmolLM2": ((576, 1536, 30, 9, 3), 49152, True), "tiny": ((64, 128, 2, 4, 2), 512, False)}
-TREE, DIALOGUE = (600, 80, 8), (0, 256, 8)      # tokens of a prompt, of a turn; turns
+TREE, DIALOGUE = (600, 80, 8), (0, 252, 8)      # tokens of a prompt, of a turn; turns
 TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8), "pairs": ("1B", 0, (600, 80, 2), 8),
             "trees": ("1B", 0, TREE, 2)}                            # model, rank of LoRA, rows and their number
 DECODING = [("8B", 64), ("8B", 16), ("8B", 256), ("8B", 1), ("SmolLM2", 16)]                # model, rows
@@ -199,6 +200,7 @@ def main():
     versions = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__}
     for name in args.parts:
         random.seed(0)
+        gc.collect()                                                # the model of the part before
         for row in PARTS[name](name, args.tiny):
             text = json.dumps({"part": name, **row, **versions})
             print(text, flush=True)

@@ -123,6 +123,15 @@ def some_items(tokenizer, count=3):
     return items
 
 
+def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny):
+    items = [[common.Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [common.Row([5, 6, 7], [-1, 0, 0])]]
+    expected = common.Scorer(tiny[0])(common.collate(items))
+    monkeypatch.setitem(common.WIDTH_STEP, "cpu", 8)
+    batch = common.collate(items)
+    assert batch.ids.shape == batch.turn_ids.shape == (2, 8) and batch.mask.shape == (2, 1, 8, 8)
+    torch.testing.assert_close(common.Scorer(tiny[0])(batch), expected)
+
+
 def test_action_logps_against_a_plain_softmax_in_float64(tiny):
     model, tokenizer = tiny
     (item,) = some_items(tokenizer, 1)

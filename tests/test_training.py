@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 from conftest import (
@@ -25,7 +26,7 @@ from conftest import (
     wait,
     weights,
 )
-from lib.models import load_model, Projection, save_model, Sharding
+from lib.models import load_model, Projection, save_model, Sharding, use_grouped_attention
 from lib.runtime import InputError, Runtime, start
 from lib.training import epoch_batches, learning_rate, rank_batches
 
@@ -140,6 +141,33 @@ def test_logits_in_chunks_are_the_logits_whole(tiny, monkeypatch):
         torch.testing.assert_close(gradient.double(), expected_gradient.double(), atol=1e-5, rtol=0)
         assert max(sizes) == largest
     assert sum(sizes) == 100                                        # forward, and again in the backward pass
+
+
+def test_slopes_that_are_kept_on_a_gpu_are_the_gradients(monkeypatch):
+    """models.RowValues, with a CPU in the place of the GPU: weights, bias, scale and cap, in parts."""
+    torch.manual_seed(0)
+    ids, factors = torch.randint(0, 300, (50,)), torch.randn(50)
+    values = [torch.randn(50, 16).double(), torch.randn(300, 16).double(), torch.randn(300).double()]
+
+    def logps_and_gradients(is_fast):
+        monkeypatch.setattr(common.models, "has_fast_bfloat16", lambda tensor: is_fast)
+        hidden, weight, bias = [value.clone().requires_grad_() for value in values]
+        logps = common.token_logps(Projection(weight, bias, 1.3, 20.0), hidden, ids)
+        (logps * factors).sum().backward()
+        return logps, hidden.grad, weight.grad, bias.grad
+    monkeypatch.setattr(common.models, "float_sums", torch.nn.functional.linear)
+    monkeypatch.setattr(common, "MAX_LOGITS", 300 * 7)
+    for found, expected in zip(logps_and_gradients(True), logps_and_gradients(False)):
+        torch.testing.assert_close(found, expected)
+
+
+def test_grouped_queries_see_the_same_without_copies(tiny):
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=781,
+                                         num_attention_heads=4, num_key_value_heads=2)).eval()
+    expected = common.Scorer(model)(a_batch(tiny[1]))
+    use_grouped_attention(model)
+    torch.testing.assert_close(common.Scorer(model)(a_batch(tiny[1])), expected)
+    assert model.config._attn_implementation == "grouped"
 
 
 def test_logits_are_not_rounded_to_bfloat16():
