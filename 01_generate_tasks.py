@@ -132,7 +132,7 @@ def write_model_tasks(args):
             attempts, tasks = kept_tasks(rows, num_attempts, args.num_tasks)
     runtime.barrier()                                                   # all have read the attempts
     finish_tasks(args, attempts, tasks)
-    runtime.add_costs(args.out, generated_tokens=sum(row["tokens"] for row in attempts))
+    runtime.add_costs(generated_tokens=sum(row["tokens"] for row in attempts))
 
 
 def kept_tasks(rows, num_attempts, num_tasks):

@@ -554,7 +554,7 @@ def main(argv=None):
     with players.environment:
         failures = add_rows(rows, dialogues, row_of, args.concurrency, runtime, group)
     tokens = say_totals(len(dialogues) - len(rows.done), players, begin_s)
-    add_costs(out, generated_tokens=tokens)
+    add_costs(generated_tokens=tokens)
     finish_rows(rows, len(dialogues), failures, runtime)
     if runtime.rank == 0:
         say(summary(out))

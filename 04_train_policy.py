@@ -198,7 +198,7 @@ def with_candidates(states, tokenizer, args, run):
     rows = Rows(path, run)
     in_flight = 2 * math.ceil(slots / args.num_candidates)           # the next one waits already
     failures = add_rows(rows, states, make_row, in_flight, run)
-    add_costs(args.out, folder=True, generated_tokens=sum(gather(sampler.generated_tokens)))
+    add_costs(generated_tokens=sum(gather(sampler.generated_tokens)))
     finish_rows(rows, len(states), failures, run)
     return read_rows(path)
 
@@ -225,7 +225,7 @@ def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
         scores = score(block, critic, tokenizer, args.max_tokens, run.device)
         return [{**row, "advantages": advantages} for row, advantages in zip(block, scores)]
     rows = map_blocks(path, blocks, score_block, run)
-    add_costs(args.out, folder=True)
+    add_costs()
     critic.scorer = critic.ref_scorer = None                         # freed before the policy is loaded
     gc.collect()
     return rows

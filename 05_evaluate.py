@@ -101,10 +101,8 @@ def read_runs(paths):
             if len(paths) > 1:
                 trajectory["run"] = number
             trajectories.append(trajectory)
-    tasks_of_runs = set()
-    for run in statistics.by_run(trajectories):
-        tasks_of_runs.add(frozenset(trajectory["task_id"] for trajectory in run))
-    if len(tasks_of_runs) > 1:
+    runs = statistics.outcomes_of_runs(trajectories, lambda _: 0)
+    if len(set(map(frozenset, runs))) > 1:                           # {task_id: …} each
         raise InputError(f"{', '.join(paths)}: the runs of a name must have the same tasks")
     return trajectories
 

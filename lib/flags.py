@@ -58,11 +58,6 @@ def set_preset(parser, presets, argv):
 # ---------------------------------------------------------------------------------------------------------------------
 # types of flags: finite numbers with bounds, texts that are not empty
 
-MOST = 10 ** 9                  # of what is counted
-MOST_TOKENS = 10 ** 6           # of one turn: there is a random number for each
-MOST_SAMPLES = 10 ** 4          # of one turn, or in flight
-
-
 def number_flag(low, high, kind=float):
     """A type: a finite number from `low` to `high`; kind=int: a whole number."""
     def read(text):
@@ -77,11 +72,11 @@ def number_flag(low, high, kind=float):
     return read
 
 
-positive_int = number_flag(1, MOST, int)
-non_negative_float = number_flag(0, MOST)
+positive_int = number_flag(1, 10 ** 9, int)
+non_negative_float = number_flag(0, 10 ** 9)
 share_flag = number_flag(0, 1)
-num_tokens_flag = number_flag(1, MOST_TOKENS, int)
-num_samples_flag = number_flag(1, MOST_SAMPLES, int)
+num_tokens_flag = number_flag(1, 10 ** 6, int)                           # of one turn: each has a random number
+num_samples_flag = number_flag(1, 10 ** 4, int)                          # of one turn, or in flight
 seed_flag = number_flag(-2 ** 32, 2 ** 32, int)                          # times a number of steps it still has 64 bits
 
 

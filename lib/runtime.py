@@ -6,6 +6,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -55,6 +56,15 @@ def run_stage(main, *errors):
             dist.destroy_process_group()
 
 
+def optional(package, who_needs):
+    """The module of a package that only some runs need: optional("peft", "LoRA adapters need"); InputError that says
+    how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise InputError(f"{who_needs} {package}: pip install {package}") from None
+
+
 def one_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
@@ -64,13 +74,13 @@ FULL = "No space left on device"
 
 def is_of_full_disk(error):
     """Whether an error says that a disk is full, or, as torch's, says nothing and the output's disk is full."""
-    return FULL in str(error) or any(shutil.disk_usage(file.fileno()).free < 2 ** 20 for file in LOCKS.values())
+    return FULL in str(error) or "lock" in OUTPUT and shutil.disk_usage(OUTPUT["lock"].fileno()).free < 2 ** 20
 
 
 def error_text(error):
     """What is wrong, by an error that run_stage catches. Errors of a full disk rarely say where: it is the output's."""
     if not isinstance(error, InputError) and is_of_full_disk(error):
-        return f"{getattr(error, 'filename', None) or next(iter(LOCKS), 'here')}: {FULL}"
+        return f"{getattr(error, 'filename', None) or OUTPUT.get('path', 'here')}: {FULL}"
     if not isinstance(error, OSError):
         return str(error)
     return f"{error.filename}: {error.strerror.lower()}" if error.filename else one_line(error)
@@ -407,17 +417,15 @@ def is_done(arguments, out, inputs, folder=False):
     so that a stage can ask before it loads models."""
     fingerprint.cache_clear()
     out = pathlib.Path(out)
-    if out.exists() and out.is_dir() != folder:
-        raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
     for name in inputs:
         if name and os.path.exists(name) and pathlib.Path(name).resolve().is_relative_to(out.resolve()):
             raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")
     path = args_path(out, folder)
     if not begun_files(out, folder):                                # nothing is lost, whoever began it
         return False
-    if not path.exists():
-        raise InputError(f"{out}: exists and no run made it (no {path.name}); choose another --out, or remove it")
-    before, now = read_json(path, ARGS_JSON), output_record(arguments, inputs)
+    before, now = {"stage": "no run"}, output_record(arguments, inputs)
+    if path.exists():
+        before = read_json(path, ARGS_JSON)
     if before["stage"] != now["stage"]:
         raise InputError(f"{out}: {before['stage']} made it; choose another --out, or remove it")
     if arguments["overwrite"]:
@@ -439,17 +447,20 @@ def check_same_command(out, before, now):
                                  "or add --overwrite")
 
 
+# What this process makes: "path", of its args.json; "lock", this file, locked; "last", when add_costs was called
+OUTPUT = {}
+
+
 @on_main
 def begin_output(arguments, out, inputs, folder=False):
     """Keep the arguments and versions in `out`/args.json (or `out`.args.json), and other processes out until this one
     ends. What an interrupted run of the same command left is kept; what another one made is removed
     (arguments["overwrite"])."""
-    CLOCK["last"] = time.perf_counter()
     out = pathlib.Path(out)
     path = args_path(out, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    LOCKS.pop(path, None)                       # this process may begin it again
-    LOCKS[path] = locked(path)
+    OUTPUT.clear()                              # this process may begin it again
+    OUTPUT.update(path=path, lock=locked(path), last=time.perf_counter())
     if not arguments["overwrite"]:
         if is_complete(out, folder):
             raise InputError(f"{out}: the same command has just made it")
@@ -463,10 +474,7 @@ def begin_output(arguments, out, inputs, folder=False):
             old.unlink()
     versions = {"sweet-rl": VERSION, "python": platform.python_version(), "torch": str(torch.__version__),
                 "transformers": importlib.metadata.version("transformers")}
-    write_args(path, {**output_record(arguments, inputs), "versions": versions})
-
-
-LOCKS = {}                                      # {path of an args.json: the file, locked until this process ends}
+    write_args({**output_record(arguments, inputs), "versions": versions})
 
 
 def locked(path):
@@ -479,27 +487,21 @@ def locked(path):
     return file
 
 
-def write_args(path, record):
-    """Write an args.json, which is locked at any moment."""
-    partial = f"{path}.partial"
+def write_args(record):
+    """Write the output's args.json, which is locked at any moment."""
+    partial = f"{OUTPUT['path']}.partial"
     write_json(partial, record)
-    LOCKS[path] = locked(partial)
-    os.rename(partial, path)
+    OUTPUT["lock"] = locked(partial)
+    os.rename(partial, OUTPUT["path"])
 
 
-CLOCK = {}                                      # {"last": when begin_output or add_costs was called}
-
-
-def add_costs(out, folder=False, **numbers):
+def add_costs(**numbers):
     """Add numbers of this process ("trained_tokens", "generated_tokens"), and the seconds since begin_output or the
-    last call, to "costs" of an output's args.json; on rank 0."""
-    if not is_main():
-        return
-    now = time.perf_counter()
-    numbers["seconds"], CLOCK["last"] = now - CLOCK["last"], now
-    out = pathlib.Path(out)
-    path = args_path(out, folder)
-    record = read_json(path, ARGS_JSON)
-    record["costs"] = Counter(record.get("costs"))
-    record["costs"].update(numbers)
-    write_args(path, record)
+    last call, to "costs" of its output's args.json; on rank 0."""
+    if is_main():
+        now = time.perf_counter()
+        record = read_json(OUTPUT["path"], ARGS_JSON)
+        record["costs"] = Counter(record.get("costs"))
+        record["costs"].update(numbers, seconds=now - OUTPUT["last"])
+        OUTPUT["last"] = now
+        write_args(record)

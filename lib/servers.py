@@ -5,7 +5,7 @@ import os
 import re
 from typing import NamedTuple
 
-from lib.runtime import InputError, one_line, say
+from lib.runtime import InputError, one_line, optional, say
 
 TIMEOUT_S = 600                 # of a request
 RETRIES = 8                     # of a request that is lost, late or refused for a while, after growing pauses
@@ -167,10 +167,7 @@ class Server:
 def open_client(url, retries):
     """The client of one address."""
     key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
-    try:
-        import openai
-    except ImportError:
-        raise InputError(f"{url}: servers need the package openai: pip install openai") from None
+    openai = optional("openai", f"{url}: servers need")
     try:
         return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
     except Exception as error:                                       # httpx.InvalidURL, which has no class above it

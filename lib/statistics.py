@@ -14,19 +14,12 @@ TIE = 1e-6                       # returns that differ by no more are equal
 # ---------------------------------------------------------------------------------------------------------------------
 # means
 
-def task_values(trajectories, eval_score):
-    """{task_id: [eval_score of each of its dialogues]}."""
-    by_task = {}
-    for trajectory in trajectories:
-        by_task.setdefault(trajectory["task_id"], []).append(float(eval_score(trajectory)))
-    return by_task
-
-
-def by_run(trajectories):
-    """The trajectories of each run (each file of a name that has several)."""
+def outcomes_of_runs(trajectories, eval_score):
+    """Of each run (each file of a name that has several) {task_id: [eval_score of each of its dialogues]}."""
     runs = {}
     for trajectory in trajectories:
-        runs.setdefault(trajectory.get("run", 0), []).append(trajectory)
+        outcomes = runs.setdefault(trajectory.get("run", 0), {})
+        outcomes.setdefault(trajectory["task_id"], []).append(float(eval_score(trajectory)))
     return [runs[number] for number in sorted(runs)]
 
 
@@ -36,7 +29,7 @@ def mean(values):
 
 def values_of_runs(trajectories, eval_score):
     """(ids of the tasks, the mean eval_score of each of them in each run: (runs, tasks))."""
-    runs = [task_values(run, eval_score) for run in by_run(trajectories)]
+    runs = outcomes_of_runs(trajectories, eval_score)
     tasks, values = sorted(runs[0]), []
     for run in runs:
         values.append([mean(run[task]) for task in tasks])
@@ -120,8 +113,8 @@ def paired(trajectories, baseline, eval_score, compare):
     """(ids of the tasks that both sides have, compare(our outcomes, theirs) of each in each run: (runs, tasks)).
 
     ([], []) with another number of runs."""
-    ours = [task_values(run, eval_score) for run in by_run(trajectories)]
-    theirs = [task_values(run, eval_score) for run in by_run(baseline)]
+    ours = outcomes_of_runs(trajectories, eval_score)
+    theirs = outcomes_of_runs(baseline, eval_score)
     if len(ours) != len(theirs):
         return [], []
     tasks = sorted(set(ours[0]) & set(theirs[0]))

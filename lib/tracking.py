@@ -1,13 +1,10 @@
 """--track PROJECT: what a stage logs goes to trackio, too, a tracker on this machine with the interface of wandb."""
-from lib.runtime import InputError, is_main
+from lib.runtime import is_main, optional
 
 
 def project_flag(text):
     """A type of a flag: a project of trackio, which must be installed."""
-    try:
-        import trackio  # noqa: F401
-    except ImportError:
-        raise InputError("--track: needs trackio: pip install trackio") from None
+    optional("trackio", "--track: needs")
     return text
 
 

@@ -11,19 +11,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from lib import runtime
 from lib.models import save_model, whole_tensor
-from lib.runtime import (
-    add_costs,
-    barrier,
-    InputError,
-    is_main,
-    on_main,
-    peak_memory_mb,
-    read_rows,
-    say,
-    trim_memory,
-    whole_file,
-)
+from lib.runtime import add_costs, barrier, InputError, is_main, say
 from lib.tracking import Track
 
 
@@ -93,7 +83,7 @@ def learning_rate(step, num_steps, peak):
     warmup = max(1, round(WARMUP_FRAC * num_steps))
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, num_steps - warmup)
+    progress = (step - warmup) / (num_steps - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))               # from 1 to 0
     return peak * (FINAL_LR_FRAC + (1 - FINAL_LR_FRAC) * cosine)
 
@@ -107,8 +97,7 @@ def rank_batches(batch, examples, micro_batch_size, run):
     batch = sorted(batch, key=lambda i: longest_row(examples[i]))
     mine = batch[run.rank::run.world_size]
     weights = [1.0] * len(mine)
-    most = -(-len(batch) // run.world_size)
-    while len(mine) < most:
+    if len(mine) * run.world_size < len(batch):
         mine.append(batch[0])
         weights.append(0.0)
     for first in range(0, len(mine), micro_batch_size):
@@ -132,25 +121,37 @@ class Loop:
     """What stands around the loss in the training of a scorer's model on examples: order, update, log, states. A run
     that was killed goes on from its last saved state.
 
+    The numbers of each step are kept in metrics.jsonl and tracked, those of each tenth step are printed. They are of
+    that step alone: loss has its further terms in it, chosen and margin are rewards (beta times log-ratios).
+
         for step, batch_numbers in loop.steps():
             for micro, weights in rank_batches(batch_numbers, …):
                 loop.backward({"loss": …}, weights)
             loop.update(step)"""
 
     def __init__(self, scorer, examples, batch_size, args, run):
-        self.scorer, self.examples = scorer, examples
-        self.args, self.run = args, run
+        self.scorer = scorer
+        self.examples = examples
+        self.args = args
+        self.run = run
         self.batches = epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
-        say(f"{len(examples):,} examples, {len(self.batches):,} steps of {batch_size}")
+        self.num_steps = len(self.batches)
+        say(f"{len(examples):,} examples, {self.num_steps:,} steps of {batch_size}")
         self.optimizer = adamw(scorer, args.lr)
         self.checkpoints = Checkpoints(args.out, scorer, self.optimizer)
-        self.log = StepLog(args, self.checkpoints.load(), len(self.batches))
+        self.first_step = self.checkpoints.load()
+        self.metrics = pathlib.Path(args.out, "metrics.jsonl")
+        rows = cut_metrics(self.metrics, self.first_step)
+        self.track = Track(args.track, args.out, vars(args), rows)
+        self.seconds = rows[-1]["seconds"] if rows else 0
+        self.last = time.perf_counter()
+        self.tokens = 0                                             # trained on since the last saved state
 
     def steps(self):
         """Yields (step, the numbers of its examples) for each step that is left."""
         self.scorer.train()
-        for step in range(self.log.first_step, len(self.batches)):
-            torch.manual_seed(self.args.seed * len(self.batches) + step)    # for dropout: a resumed run draws the same
+        for step in range(self.first_step, self.num_steps):
+            torch.manual_seed(self.args.seed * self.num_steps + step)       # for dropout: a resumed run draws the same
             self.sums = collections.Counter()
             yield step, self.batches[step]
 
@@ -174,23 +175,42 @@ class Loop:
         numbers = dict(zip(self.sums, totals.tolist()))
         examples = [self.examples[i] for i in self.batches[step]]
         done = step + 1
-        num_steps = len(self.batches)
         if not math.isfinite(numbers["loss"] + grad_norm):
             tasks = ", ".join({example.task_id for example in examples})
-            raise InputError(f"{self.args.out}: step {done} of {num_steps}: the loss is {numbers['loss']:g} and the "
-                             f"norm of its gradient {grad_norm:g}; no model is written: lower --lr or --beta, or look "
-                             f"at its tasks ({tasks})")
-        lr = learning_rate(step, num_steps, self.args.lr)
+            raise InputError(f"{self.args.out}: step {done} of {self.num_steps}: the loss is {numbers['loss']:g} and "
+                             f"the norm of its gradient {grad_norm:g}; no model is written: lower --lr or --beta, or "
+                             f"look at its tasks ({tasks})")
+        lr = learning_rate(step, self.num_steps, self.args.lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         numbers |= {"lr": lr, "gnorm": grad_norm}
-        self.log.step(done, sum(map(num_tokens, examples)), numbers)
-        if done % self.args.save_every == 0 or done == num_steps:
+        self.log(done, sum(map(num_tokens, examples)), numbers)
+        if done % self.args.save_every == 0 or done == self.num_steps:
             self.checkpoints.save(done)
-            add_costs(self.args.out, folder=True, trained_tokens=self.log.tokens)
-            self.log.tokens = 0
+            add_costs(trained_tokens=self.tokens)
+            self.tokens = 0
+
+    def log(self, step, num_tokens, numbers):
+        """`step` counts from 1; `num_tokens` were trained on by all ranks in this step."""
+        now = time.perf_counter()
+        step_s = now - self.last
+        self.last = now
+        self.seconds += step_s
+        self.tokens += num_tokens
+        speed = num_tokens / step_s
+        if step % PRINT_EVERY == 0 or step == self.num_steps:
+            eta = self.seconds / step * (self.num_steps - step) / 60
+            texts = [f"{name} {value:.4g}" for name, value in numbers.items()]
+            texts = [f"step {step:05d}/{self.num_steps:05d}", *texts, f"{speed:,.0f} tok/s", f"eta {eta:.1f}m"]
+            say(" | ".join(texts))
+        if is_main():
+            row = {"step": step, **numbers, "tokens": num_tokens, "tokens_per_s": speed,
+                   "peak_memory_mb": runtime.peak_memory_mb(), "seconds": self.seconds}
+            with open(self.metrics, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            self.track.log(**row)
 
 
 class Checkpoints:
@@ -199,7 +219,9 @@ class Checkpoints:
     seeds follow from the step and the arguments."""
 
     def __init__(self, folder, model, optimizer):
-        self.folder, self.model, self.optimizer = pathlib.Path(folder) / "states", model, optimizer
+        self.folder = pathlib.Path(folder, "states")
+        self.model = model
+        self.optimizer = optimizer
 
     def whole(self):
         """Steps of the states that are whole: .metadata is written last."""
@@ -225,10 +247,10 @@ class Checkpoints:
         if is_main():
             for old in self.whole()[:-2]:
                 shutil.rmtree(self.folder / str(old))
-        trim_memory()
+        runtime.trim_memory()
 
     def load(self):
-        """Load the last whole state, cut metrics.jsonl back to it, and return its step (0: a new run)."""
+        """Load the last whole state, and return its step (0: a new run)."""
         from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict, StateDictOptions
         step = max(self.whole(), default=0)
@@ -239,64 +261,29 @@ class Checkpoints:
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                            optim_state_dict=state["optimizer"], options=StateDictOptions(strict=False))
             say(f"continues at step {step}")
-        cut_metrics(self.folder.parent / "metrics.jsonl", step)
         return step
 
 
-@on_main
+@runtime.on_main
 def cut_metrics(path, step):
-    """Cut metrics.jsonl back to the rows up to `step`."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    with whole_file(path) as file:
-        for line in lines:
-            if line.endswith("}") and json.loads(line)["step"] <= step:                # a kill may have cut the last
-                file.write(line + "\n")
-
-
-class StepLog:
-    """Keeps the numbers of each step in metrics.jsonl of the output, and tracks them; prints those of each tenth step.
-
-    The numbers are of that step alone: loss has its further terms in it, chosen and margin are rewards (beta times
-    log-ratios)."""
-
-    def __init__(self, args, first_step, num_steps):
-        self.path = pathlib.Path(args.out) / "metrics.jsonl"
-        self.first_step, self.num_steps = first_step, num_steps
-        rows = read_rows(self.path)
-        self.track = Track(args.track, args.out, vars(args), rows)
-        self.seconds_before = rows[-1]["seconds"] if rows else 0
-        self.begin = self.last = time.perf_counter()
-        self.tokens = 0                                             # trained on since the last saved state
-
-    def step(self, step, num_tokens, numbers):
-        """`step` counts from 1; `num_tokens` were trained on by all ranks in this step."""
-        self.tokens += num_tokens
-        now = time.perf_counter()
-        speed = num_tokens / (now - self.last)
-        self.last = now
-        if step % PRINT_EVERY == 0 or step == self.num_steps:
-            eta = (now - self.begin) / (step - self.first_step) * (self.num_steps - step)
-            texts = [f"step {step:05d}/{self.num_steps:05d}"]
-            for name, value in numbers.items():
-                texts.append(f"{name} {value:.1e}" if name == "lr" else f"{name} {value:.4f}")
-            say(" | ".join([*texts, f"{speed:,.0f} tok/s", f"eta {eta / 60:.1f}m"]))
-        if is_main():
-            seconds = self.seconds_before + now - self.begin
-            row = {"step": step, **numbers, "tokens": num_tokens, "tokens_per_s": speed,
-                   "peak_memory_mb": peak_memory_mb(), "seconds": seconds}
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            self.track.log(**row)
+    """Cut metrics.jsonl back to the rows up to `step`; returns these."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.endswith("}"):                                      # a kill may have cut the last
+            rows.append(json.loads(line))
+    rows = [row for row in rows if row["step"] <= step]
+    with runtime.whole_file(path) as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+    return rows
 
 
 def adamw(scorer, lr):
     """AdamW of the parameters that are not frozen."""
-    parameters = list(scorer.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    num_parameters = sum(parameter.numel() for parameter in parameters)
-    if num_parameters < 1e7 and lr < 1e-5:
-        say(f"--lr {lr:g} is for a model of 8B: one of {num_parameters:,} parameters hardly learns by it; run.sh's "
-            "rates are in scripts/arms.toml")
+    trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
+    if lr < 1e-5 and sum(parameter.numel() for parameter in scorer.parameters()) < 1e7:
+        say(f"--lr {lr:g} is for a model of 8B, and a small one hardly learns by it: run.sh's rates are in "
+            "scripts/arms.toml")
     # fused: makes no copies of all parameters
     return torch.optim.AdamW(trained, lr=lr, betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
@@ -318,4 +305,4 @@ def finish_training(out, scorer, tokenizer, merge):
         (folder / "ref.pt").unlink(missing_ok=True)
         say(f"writes {folder}")
     barrier()
-    add_costs(out, folder=True)
+    add_costs()

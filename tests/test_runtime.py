@@ -88,7 +88,7 @@ def test_a_command_that_runs_is_not_started_twice(tmp_path):
     out = tmp_path / "rows.jsonl"
     for _ in range(2):                                              # this process may begin it again
         runtime.begin_output({"overwrite": False}, out, [])
-        runtime.add_costs(out, generated_tokens=1)
+        runtime.add_costs(generated_tokens=1)
         with pytest.raises(InputError, match="the same command is running already"):
             runtime.locked(f"{out}.args.json")
     out.write_text("{}\n")
@@ -99,7 +99,7 @@ def test_a_command_that_runs_is_not_started_twice(tmp_path):
 @pytest.mark.parametrize("error", [None, RuntimeError("I/O error: No space left on device (os error 28)")])
 def test_a_full_disk_is_one_line_that_names_the_output(tmp_path, monkeypatch, capsys, error):
     """Another error stays what it is, also where the output's folder is gone."""
-    monkeypatch.setattr(runtime, "LOCKS", {})
+    monkeypatch.setattr(runtime, "OUTPUT", {})
 
     def main():
         runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)

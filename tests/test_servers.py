@@ -258,5 +258,5 @@ def test_a_lone_surrogate_is_sent_as_a_question_mark(serve):
 
 def test_the_client_is_optional(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "openai", None)
-    with pytest.raises(InputError, match="servers need the package openai: pip install openai"):
+    with pytest.raises(InputError, match="servers need openai: pip install openai"):
         Server("http://a/v1#m", 1)

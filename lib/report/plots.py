@@ -5,12 +5,11 @@ import math
 import re
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import cycler, rc_context
 from matplotlib.figure import Figure
 
 COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"       # of Okabe and Ito
-DASHES = "-", "--", ":"
-MARKERS = "o", "s", "D", "^", "v"
+LOOKS = cycler(color=COLOURS * 5, linestyle=("-", "--", ":") * 10, marker=("o", "s", "D", "^", "v") * 6)     # of lines
 PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "nll of a chosen token",
           "gnorm": "gradient norm"}
 
@@ -25,16 +24,6 @@ STYLE = {
     "grid.alpha": 0.3,
     "grid.color": "black",
 }
-
-
-def look(number):
-    """How the line of a number is drawn."""
-    return {
-        "color": COLOURS[number % 6],
-        "linestyle": DASHES[number % 3],
-        "marker": MARKERS[number % 5],
-        "markersize": 5,
-    }
 
 
 def as_svg(figure, name):
@@ -54,6 +43,7 @@ def curve_figure(curves, metric, x_label, is_log=True):
     """`metric` against N, with 95 % error bars. curves: {label: {N: metrics of the method}}."""
     figure = Figure((7, 4), layout="constrained")
     axes = figure.subplots()
+    axes.set_prop_cycle(LOOKS)
     ticks = sorted(set().union(*curves.values()))
     for number, (label, points) in enumerate(curves.items()):
         sizes = sorted(points)
@@ -61,7 +51,7 @@ def curve_figure(curves, metric, x_label, is_log=True):
         means = np.array([points[size][metric] for size in sizes])
         bounds = np.array([points[size].get("ci95", 2 * [points[size][metric]]) for size in sizes])      # (sizes, 2)
         errors = abs(bounds.T - means)                                                     # (2, sizes)
-        axes.errorbar(np.multiply(sizes, shift), means, errors, **look(number), capsize=3, label=label)
+        axes.errorbar(np.multiply(sizes, shift), means, errors, markersize=5, capsize=3, label=label)
     if is_log:
         axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, labels=[f"{tick:,}" for tick in ticks])
@@ -89,9 +79,9 @@ def training_svg(histories):
     *all_axes, last = figure.subplots(2, 3).flat
     last.set_axis_off()
     for axes, (key, title) in zip(all_axes, PANELS.items()):
-        for number, (name, rows) in enumerate(histories.items()):
-            line = look(number) | {"markersize": 3, "linewidth": 1, "markevery": 0.2, "label": name}
-            axes.plot(*history_points(rows, key), **line)
+        axes.set_prop_cycle(LOOKS)
+        for name, rows in histories.items():
+            axes.plot(*history_points(rows, key), markersize=3, linewidth=1, markevery=0.2, label=name)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("share of its steps")
     figure.legend(handles=axes.lines, loc="outside right upper")
