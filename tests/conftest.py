@@ -1,8 +1,6 @@
 """Fixtures: a small untrained model, template tasks, trajectories made by the stages themselves."""
-import atexit
 import contextlib
 import fcntl
-import functools
 import gc
 import importlib
 import io
@@ -11,7 +9,6 @@ import json
 import os
 import pathlib
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +29,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped where there is none")
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""                      # the same on every machine
-        processes()                                                  # before the workers start, who inherit its address
     gc.disable()                                                     # until all is imported, which is kept anyway
 
 
@@ -74,47 +70,24 @@ def fork(name):
     return importlib.import_module(f"examples.{name}")
 
 
-@functools.cache
-def processes():
-    """The socket of the process that stages are started from (processes.py), one for all workers of pytest."""
-    if "TEST_PROCESSES" not in os.environ:
-        address = os.path.join(tempfile.mkdtemp(prefix="processes-"), "socket")
-        server = subprocess.Popen([sys.executable, str(ROOT / "tests" / "processes.py"), address],
-                                  stdin=subprocess.PIPE)
-
-        def end():
-            server.stdin.close()
-            server.wait()
-            shutil.rmtree(os.path.dirname(address))
-        atexit.register(end)
-        os.environ["TEST_PROCESSES"] = address
-    address = os.environ["TEST_PROCESSES"]
-    while not os.path.exists(address):
-        time.sleep(0.01)
-    return address
-
-
-STARTED = {}                                                        # {process id: what the server answers later}
-
-
 def begin(script, *arguments, folder, rank=0, environment=None):
     """Start a stage, or a module ("examples.grpo"), in a process of its own, its output in files of `folder`.
-    Returns the process id."""
+    Returns the multiprocessing.Process."""
     program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
-    files = [f"{folder}/{rank}.out", f"{folder}/{rank}.err"]
-    for file in files:
-        open(file, "w").close()
-    answer = start_process(processes(), [*program, *map(str, arguments)], str(ROOT),
-                           {**os.environ, **(environment or {})}, [os.devnull, *files])
-    pid = int(answer.readline())
-    STARTED[pid] = answer
-    return pid
+    return start_process([*program, *map(str, arguments)], {**os.environ, **(environment or {})},
+                         f"{folder}/{rank}.out", f"{folder}/{rank}.err")
 
 
-def wait(pid):
-    """The exit status of a process that `begin` started, as Python's subprocess gives it."""
-    with STARTED.pop(pid) as answer:
-        return int(answer.readline())
+def ended(process):
+    """The exit status of a process once it has ended, as Python's subprocess gives it."""
+    process.join()
+    return process.exitcode
+
+
+def killed(process):
+    """The exit status of a process after kill -9."""
+    process.kill()
+    return ended(process)
 
 
 def rank_environments(ranks):
@@ -129,9 +102,9 @@ def run(script, *arguments, ranks=1):
     """Run a stage as a user would, on `ranks` processes as torchrun starts them; returns the finished (first) one."""
     with tempfile.TemporaryDirectory() as folder:
         environments = rank_environments(ranks) if ranks > 1 else [{}]
-        pids = [begin(script, *arguments, folder=folder, rank=rank, environment=environment)
-                for rank, environment in enumerate(environments)]
-        statuses = [wait(pid) for pid in pids]
+        processes = [begin(script, *arguments, folder=folder, rank=rank, environment=environment)
+                     for rank, environment in enumerate(environments)]
+        statuses = [ended(process) for process in processes]
         texts = [pathlib.Path(folder, f"0.{name}").read_text() for name in ("out", "err")]
         return subprocess.CompletedProcess([script, *arguments], max(statuses, key=abs), *texts)
 
@@ -177,29 +150,6 @@ def write(path, rows):
     """Write rows as JSON lines, which may be given as texts; returns the path."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
-
-
-def weights(folder):
-    """{name: tensor} of a model folder."""
-    from safetensors.torch import load_file
-    return load_file(pathlib.Path(folder, "model.safetensors"))
-
-
-def furthest(ours, theirs):
-    """How far two dicts of tensors are apart."""
-    return max((ours[key] - theirs[key]).abs().max().item() for key in theirs)
-
-
-def greatest_difference(folder, other):
-    """Between the weights of two model folders."""
-    return furthest(weights(folder), weights(other))
-
-
-def assert_same_steps(folder, other):
-    """Two trainings have logged the same numbers, but for their last digits."""
-    for ours, theirs in zip(read(folder / "metrics.jsonl"), read(other / "metrics.jsonl"), strict=True):
-        for key in ("loss", "margin", "gnorm"):
-            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), key
 
 
 @contextlib.contextmanager
@@ -319,7 +269,7 @@ def tiny():
 
 @pytest.fixture
 def serve(tmp_path_factory):
-    """serve(*flags, port=0) starts a server; returns {"url", "port", "log", "pid"}. All end with the test."""
+    """serve(*flags, port=0) starts a server; returns {"url", "port", "log", "process"}. All end with the test."""
     yield from serving(tmp_path_factory)
 
 
@@ -328,21 +278,14 @@ def serving(tmp_path_factory):
 
     def serve(*flags, port=0):
         folder = tmp_path_factory.mktemp("server")
-        pid = begin("tests/server.py", "--log", folder / "log", "--port", port, *flags, folder=folder)
-        running.append(pid)
+        process = begin("tests/server.py", "--log", folder / "log", "--port", port, *flags, folder=folder)
+        running.append(process)
         while not (folder / "0.out").exists() or not (text := (folder / "0.out").read_text()).endswith("\n"):
-            assert not (folder / "0.err").exists() or "Error" not in (folder / "0.err").read_text()
+            assert process.is_alive(), (folder / "0.err").read_text()
             time.sleep(0.02)
-        return {"url": f"http://127.0.0.1:{int(text)}/v1", "port": int(text), "log": folder / "log", "pid": pid}
-
-    def end(pid):
-        if pid in running:
-            running.remove(pid)
-            os.kill(pid, signal.SIGKILL)                            # a process that has ended waits to be asked for
-            wait(pid)
-    serve.end = end
+        return {"url": f"http://127.0.0.1:{int(text)}/v1", "port": int(text), "log": folder / "log", "process": process}
     try:
         yield serve
     finally:                                                         # also where the generator is closed
-        for pid in list(running):
-            end(pid)
+        for process in running:
+            killed(process)

@@ -1,6 +1,6 @@
 """torchrun --nproc-per-node 2 --max-restarts 3 in small: python tests/elastic.py FOLDER SCRIPT [arguments]
 
-The same agent of torch, with ranks that are forks of this process (processes.py) and keep its imports. A rank writes
+The same agent of torch, with ranks that are forks of this process and keep its imports. A rank writes
 its process id to FOLDER/pid.ATTEMPT.RANK."""
 import os
 import pathlib
@@ -9,7 +9,7 @@ import sys
 
 from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
-from processes import run_script
+from processes import run_program
 
 
 def rank(folder, *argv):
@@ -18,8 +18,7 @@ def rank(folder, *argv):
     partial = pathlib.Path(folder, f"partial.{name}")
     partial.write_text(str(os.getpid()))
     partial.rename(pathlib.Path(folder, name))
-    if status := run_script(list(argv)):
-        os._exit(status)
+    run_program(list(argv))
 
 
 if __name__ == "__main__":

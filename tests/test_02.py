@@ -3,7 +3,6 @@ import argparse
 import asyncio
 import copy
 import json
-import os
 import random
 import re
 import shutil
@@ -15,7 +14,7 @@ import pytest
 import common
 from colbench import backend
 from colbench.dialogue import UNCLEAR
-from conftest import BASE, begin, call, Partial, read, refused, stage, succeed, wait, write
+from conftest import BASE, begin, call, killed, Partial, read, refused, stage, succeed, turns, write
 from lib.data import read_trajectories
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
@@ -103,7 +102,7 @@ def test_long_replies_are_cut_and_the_last_turn_is_the_answer():
     ("I WANT TO ANSWER:", "I WANT TO ANSWER:"), ("hm?", "hm?")])
 def test_an_answer_follows_the_marker_or_is_the_whole_turn(content, answer):
     """A turn without the marker is an answer in the last round alone."""
-    history = [{"role": "user", "content": "I WANT TO ANSWER: x"}, {"role": "assistant", "content": content}]
+    history = turns("I WANT TO ANSWER: x", content)
     assert backend.answer_of(history, True) == answer
     assert backend.answer_of(history, False) == (answer if backend.MARKER in content else None)
 
@@ -112,8 +111,7 @@ def test_the_rule_based_human_knows_what_it_is_asked(workspace):
     task = read(workspace / "tasks.jsonl")[0]
 
     def reply_to(question):
-        history = [{"role": "user", "content": ""}, {"role": "assistant", "content": question}]
-        return asyncio.run(backend.Environment().rule_reply(task, history, random.Random(0)))
+        return asyncio.run(backend.Environment().rule_reply(task, turns("", question), random.Random(0)))
     assert all(reply_to(fact["questions"][0]) in fact["replies"] for fact in task["facts"])
     assert reply_to("Hello!") in UNCLEAR
 
@@ -140,11 +138,10 @@ def test_killed_on_one_rank_and_resumed_on_two_equals_uninterrupted_on_one(works
     words = ["--tasks", tasks, "--agent", BASE, "--max-rounds", 3, "--samples", 2, "--max-new-tokens", 60, "--out"]
     call(2, *words, tmp_path / "whole", "--concurrency", 20)
     out, partial = tmp_path / "killed", Partial(tmp_path / "killed")
-    pid = begin("02_rollout.py", *words, out, "--concurrency", 4, folder=tmp_path)
+    process = begin("02_rollout.py", *words, out, "--concurrency", 4, folder=tmp_path)
     while not (partial.exists() and partial.stat().st_size):
         time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    assert wait(pid) == -signal.SIGKILL and not out.exists()
+    assert killed(process) == -signal.SIGKILL and not out.exists()
     lines = partial.read_text().split("\n")[:-1]
     assert 0 < len(lines) < 24
     partial.write_text("\n".join([*lines, '7 {"task_id": "cut']))
@@ -166,12 +163,12 @@ def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny, monkeypatch):
     monkeypatch.setattr(rollout, "critic_choice", longest)
     tasks = read(workspace / "tasks.jsonl")[:6]
 
-    async def turns(args):
+    async def next_turns(args):
         return await asyncio.gather(*(rollout.agent_turn(first_dialogue(task), agent, args) for task in tasks))
-    best = asyncio.run(turns(parsed("--best-of", 4, "--critic", "c", "--max-new-tokens", 40)))
+    best = asyncio.run(next_turns(parsed("--best-of", 4, "--critic", "c", "--max-new-tokens", 40)))
     names = [task["task_id"] for task in tasks]
     assert [len(turn["output_ids"]) for turn in best] == [max(map(len, seen[name])) for name in names]
-    plain = asyncio.run(turns(parsed("--max-new-tokens", 40)))
+    plain = asyncio.run(next_turns(parsed("--max-new-tokens", 40)))
     assert [turn["output_ids"] for turn in plain] == [seen[name][0] for name in names]
     assert [len(own) for own in seen.values()] == [4] * 6
 
@@ -207,17 +204,11 @@ def test_a_system_prompt_of_a_file_replaces_ours(workspace, tmp_path):
     prompts = [turn["input"] for turn in rows[0]["dialogue_history"][1::2]]
     for turn in rows[0]["dialogue_history"][1::2]:
         del turn["input"], turn["output_ids"]
-    turns = common.agent_turns(load_tokenizer(str(tmp_path / "agent")), {**rows[0], "tokenizer": None})
-    assert [prompt for prompt, _ in turns] == prompts
+    rendered = common.agent_turns(load_tokenizer(str(tmp_path / "agent")), {**rows[0], "tokenizer": None})
+    assert [prompt for prompt, _ in rendered] == prompts
     assert call(2, *words, tmp_path / "b").count(said) == 1
     assert all("system_prompt" not in row and "2 rounds" in row["dialogue_history"][1]["input"]
                for row in read(tmp_path / "b"))
-
-
-def test_a_template_that_shows_no_system_prompt_has_no_other(workspace, tiny, tmp_path, capsys):
-    (tmp_path / "agent.json").write_text(json.dumps({"system_prompt": "Mine"}))
-    common.check_prompt(str(tmp_path), tiny[1], "Other", {})
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("replies, chosen, counted", [
@@ -278,9 +269,7 @@ def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace
 
 def test_simulator_prompt_swaps_the_roles():
     task = {"problem_description": "P", "ground_truth": "G"}
-    history = [{"role": role, "content": text} for role, text in (
-        ("user", "P"), ("assistant", "q"), ("user", "r"), ("assistant", "q2"))]
-    messages = asyncio.run(backend.Environment().simulator_chat(task, history))
+    messages = asyncio.run(backend.Environment().simulator_chat(task, turns("P", "q", "r", "q2")))
     assert [(m["role"], m["content"]) for m in messages[1:]] == [("user", "q"), ("assistant", "r"), ("user", "q2")]
     assert "G" in messages[0]["content"]
 
@@ -308,12 +297,13 @@ def test_a_dialogue_that_a_model_has_no_room_for_ends_as_in_its_last_round(works
 
 
 def test_a_branch_keeps_which_turns_are_of_the_environment():
-    turns = [{"role": "user", "content": "Do it."}, {"role": "assistant", "content": "LOOK", "output_ids": [1]},
-             {"role": "user", "content": "3 rows", "tool": True}, {"role": "assistant", "content": "done"}]
+    history = turns("Do it.", "LOOK", "3 rows", "done")
+    history[2]["tool"] = True
     task = {"problem_description": "Do it.", "ground_truth": "c"}
-    trajectory = {"task": task, "task_id": "row's", "sample": 2, "dialogue_history": turns}
+    logged = [history[0], {**history[1], "output_ids": [1]}, *history[2:]]
+    trajectory = {"task": task, "task_id": "row's", "sample": 2, "dialogue_history": logged}
     branched = rollout.branched_dialogue(7, trajectory, 3, 1, 0)
-    assert branched.history == [turns[0], {"role": "assistant", "content": "LOOK"}, turns[2]]
+    assert branched.history == history[:3]
     assert branched.branch == {"branch": {"sample": 2, "turn": 3, "candidate": 1}, "continuation": 0}
     assert (branched.sample, branched.random_name) == (7, "2/3/1")
     assert branched.task["task_id"] == "row's"                       # which tells the candidates of two tasks apart

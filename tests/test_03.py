@@ -11,23 +11,10 @@ import torch
 
 import common
 from colbench import backend, frontend
-from conftest import (
-    assert_same_steps,
-    BASE,
-    call,
-    dies,
-    greatest_difference,
-    policy_flags,
-    read,
-    refused,
-    rows_of_actions,
-    stage,
-    succeed,
-    weights,
-    write,
-)
+from compare import assert_same_steps, greatest_difference, set_weights, weights
+from conftest import BASE, call, dies, policy_flags, read, refused, rows_of_actions, stage, succeed, write
 from lib import training
-from lib.data import fill_rewards, read_trajectories
+from lib.data import read_trajectories
 from lib.models import load_model, weights_fingerprint
 from lib.runtime import InputError
 
@@ -132,8 +119,7 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny, monkeyp
     assert b == c != a and a == pytest.approx(plain, abs=1e-5)
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
-def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspace, tmp_path, head):
+def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspace, tmp_path):
     """Its 2,048 positions, below --max-length 8,192; a head has no reference that would have read the rows first."""
     rows = read(workspace / "offline.jsonl")
     for row in rows:
@@ -141,7 +127,7 @@ def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspac
         row["tokenizer"] = None                                                   # so that prompts are rendered again
         for turn in row["dialogue_history"]:
             turn.pop("input", None)
-    line = refused(3, *flags(workspace, tmp_path / "out", "--head", head, "--trajectories",
+    line = refused(3, *flags(workspace, tmp_path / "out", "--head", "value", "--trajectories",
                              write(tmp_path / "long.jsonl", rows)))
     assert re.search(r"takes 2,048 tokens, and a prompt with its action has up to \d,\d+ ", line)
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
@@ -161,14 +147,6 @@ def test_a_heads_values_by_hand(tiny):
     assert torch.allclose(values[0, 0], scorer.head(hidden[1:3].mean(0)), atol=1e-4)
     assert torch.allclose(values[0, 1], scorer.head(hidden[4]), atol=1e-4)
     assert torch.allclose(values[1, 0], values[0, 0], atol=1e-4) and values[1, 1] == 0
-
-
-def test_missing_rewards_are_computed(workspace, tmp_path):
-    rows = read(workspace / "offline.jsonl")[:12]
-    plain = [{key: value for key, value in row.items() if key != "reward"} for row in rows]
-    filled = read_trajectories(write(tmp_path / "plain.jsonl", plain))
-    fill_rewards(filled, {"out": str(tmp_path / "o")})
-    assert [row["reward"] for row in filled] == [row["reward"] for row in rows]
 
 
 def test_subsets_are_nested_and_hold_whole_tasks(workspace):
@@ -195,14 +173,13 @@ def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny)
         if "input" in turn:
             turn["input"] = "<|start_header_id|>assistant<|end_header_id|>\n\n"           # another template's prompt
     again = common.agent_turns(tokenizer, other, counts)
-    n = len(own)
-    assert counts == {"as sampled": n, "as logged": n, "rendered again": n}
+    assert counts == dict.fromkeys(("as sampled", "as logged", "rendered again"), len(own))
     assert logged == own and [ids for _, ids in again] == [ids for _, ids in own]
     for key in ("input", "output", "output_ids"):                    # as 02 --branch keeps the turns before its own
         del row["dialogue_history"][1][key]
     counts = collections.Counter()
     assert [ids for _, ids in common.agent_turns(tokenizer, row, counts)] == [ids for _, ids in own]
-    assert counts == {"rendered again": 1, "as sampled": n - 1}
+    assert counts == {"rendered again": 1, "as sampled": len(own) - 1}
 
 
 def test_presets_set_table_5_and_explicit_flags_win(capsys):
@@ -265,8 +242,7 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, critic, 
     with dies(training.Checkpoints, "save", calls=1):                     # at the end
         call(3, *arguments)
     assert "continues at step 2\n" in call(3, *arguments)
-    killed, whole = weights(tmp_path / "killed"), weights(critic[0])
-    assert all(torch.equal(killed[name], whole[name]) for name in whole)
+    assert greatest_difference(tmp_path / "killed", critic[0]) == 0
     rows = read(tmp_path / "killed" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(one["seconds"] < two["seconds"] for one, two in zip(rows, rows[1:]))
@@ -282,18 +258,15 @@ def test_one_batch_of_four_is_four_batches_of_one_and_two_ranks(workspace, criti
 # --- the reference
 
 def test_another_reference_is_refused(critic, workspace, tmp_path):
-    """A copy of a critic, whose reference has other weights of the same size by now."""
-    from safetensors.torch import save_file
+    """A copy of a critic, whose reference has other weights by now."""
     base, copied = tmp_path / "base", tmp_path / "critic"
     shutil.copytree(BASE, base)
     shutil.copytree(critic[0], copied)
     note = json.loads((copied / "critic.json").read_text())
     assert note["reference_fingerprint"] == weights_fingerprint(str(base))
     (copied / "critic.json").write_text(json.dumps({**note, "reference": str(base)}))
-    path, size = base / "model.safetensors", (base / "model.safetensors").stat().st_size
-    save_file({name: tensor * 1.01 for name, tensor in weights(base).items()}, path, metadata={"format": "pt"})
-    assert path.stat().st_size == size
-    wanted = (f"{copied}: its reference {base} has other weights than when the critic was trained from it; put them "
-              "back, or train the critic again")
-    assert refused(4, *policy_flags(workspace, "sweet", tmp_path / "x", "--critic", copied)) == wanted
+    set_weights(base, {name: tensor * 1.01 for name, tensor in weights(base).items()})
+    assert refused(4, *policy_flags(workspace, "sweet", tmp_path / "x", "--critic", copied)) == (
+        f"{copied}: its reference {base} has other weights than when the critic was trained from it; put them back, "
+        "or train the critic again")
     assert not (tmp_path / "x").exists()

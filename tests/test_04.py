@@ -9,6 +9,7 @@ import torch
 
 import common
 from colbench import backend
+from compare import token_logps_after
 from conftest import BASE, call, dies, policy_flags, read, refused, stage, write
 from lib import training
 from lib.data import read_trajectories
@@ -32,11 +33,6 @@ def sweet_flags(workspace, critic, out, *more):
 def sweet(workspace, critic, tmp_path_factory):
     out = tmp_path_factory.mktemp("sweet") / "sweet"
     return out, call(4, *sweet_flags(workspace, critic, out))
-
-
-def test_an_untrained_critic_is_no_file():
-    given = types.SimpleNamespace(trajectories="t", model="m", candidates=None, sampler=None, critic="untrained")
-    assert policy_stage.inputs_of(given) == ["t", "m", None, None]
 
 
 # --- losses by hand
@@ -92,8 +88,8 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
     expected = []
     for trajectory in trajectories:
         if (trajectory["task_id"], trajectory["sample"]) in chosen:
-            turns = [turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
-            expected += [(trajectory["task_id"], number, turn["input"]) for number, turn in enumerate(turns)]
+            for number, turn in enumerate(trajectory["dialogue_history"][1::2]):
+                expected.append((trajectory["task_id"], number, turn["input"]))
     assert [(state["task_id"], state["turn"], state["prompt"]) for state in states] == expected
     assert [len(state["history"]) for state in states] == [1 + 2 * state["turn"] for state in states]
 
@@ -252,20 +248,11 @@ def test_rft_trains_on_successes_alone(workspace, tmp_path):
 
 
 def test_sft_loss_is_the_mean_nll_of_the_agents_tokens(workspace, tmp_path, tiny):
-    model, tokenizer = tiny
     row = read(workspace / "offline.jsonl")[0]
     call(4, "--method", "sft", "--trajectories", write(tmp_path / "one.jsonl", [row]), "--model", BASE, "--out",
          tmp_path / "s")
-    nll, count = 0.0, 0
-    for turn in row["dialogue_history"]:
-        if turn["role"] == "assistant":
-            ids = encode(tokenizer, turn["input"])
-            with torch.no_grad():
-                logits = model(torch.tensor([ids + turn["output_ids"]])).logits[0].double()
-            for n, token in enumerate(turn["output_ids"]):
-                nll -= torch.log_softmax(logits[len(ids) + n - 1], -1)[token].item()
-                count += 1
-    assert read(tmp_path / "s" / "metrics.jsonl")[0]["loss"] == pytest.approx(nll / count, abs=1e-4)
+    logps = [token_logps_after(tiny, turn["input"], turn["output_ids"]) for turn in row["dialogue_history"][1::2]]
+    assert read(tmp_path / "s" / "metrics.jsonl")[0]["loss"] == pytest.approx(-torch.cat(logps).mean().item(), abs=1e-4)
 
 
 def test_a_critic_of_another_tokenizer_is_refused(workspace, critic, tmp_path):

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 import colbench
 from colbench import ColBenchError
-from conftest import BASE, call, fork, read, refused, ROOT, run, stage, weights, write
+from compare import weights
+from conftest import BASE, call, fork, read, refused, ROOT, run, stage, write
 from lib import training
 from lib.data import read_tasks, read_trajectories
 from lib.runtime import InputError

@@ -1,12 +1,10 @@
 """common.py: dialogue tokens as literal arrays, log-probabilities, what is read of trajectories, pairs."""
-import copy
-
 import pytest
 import torch
 
 import common
 from colbench import backend
-from conftest import rows_of_actions, write
+from conftest import turns, write
 from lib.data import read_tasks, read_trajectories
 from lib.models import encode
 from lib.runtime import InputError
@@ -15,7 +13,7 @@ from lib.servers import strip_thoughts
 U, A, E = "<|user|>", "<|assistant|>", "<|end|>"
 PROMPT = backend.AGENT_SYSTEM
 TASK = {"problem_description": "f", "ground_truth": "def f(): pass", "test_cases": {"1": "f()"}}
-HISTORY = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+HISTORY = turns("a", "b")
 PAGE = {"problem_description": "a page", "ground_truth": "<p>"}
 
 
@@ -25,13 +23,15 @@ def ids_of(tokenizer, *tokens):
 
 # --- tokens
 
-def test_a_system_prompt_may_be_empty(tmp_path, capsys):
+def test_a_system_prompt_may_be_empty(tiny, tmp_path, capsys):
     """A model's folder keeps the one that most trajectories have."""
     rows = [{"task": TASK, "dialogue_history": HISTORY, **more} for more in ({"system_prompt": ""}, {})]
     assert common.shown_system(rows[0]) == "" and common.shown_system(rows[1]) == common.our_system(rows[1]) != ""
     common.note_prompt(tmp_path, [rows[1], rows[0], rows[0]])
     assert common.read_json(tmp_path / "agent.json", common.AGENT) == {"system_prompt": "", "chat_template_args": {}}
     assert "1 of 3 trajectories have another system prompt, or other" in capsys.readouterr().out
+    common.check_prompt(str(tmp_path), tiny[1], "Other", {})        # this template shows none, so nothing differs
+    assert capsys.readouterr().out == ""
 
 
 def test_every_text_survives_the_tiny_tokenizer(tiny):
@@ -60,24 +60,16 @@ def test_rows_of_a_trajectory_as_literal_arrays(tiny):
                              "▁Thanks▁", E)
     assert row.turn_ids == [-1, -1, -1, -1, -1, 0, 0, 0, -1, -1, -1, -1, -1, 1, 1]
     assert row.prompt_length is None
-
-
-def test_a_template_that_does_not_append_gives_a_row_a_turn(tiny):
-    _, tokenizer = tiny
-    (first, a), (_, b) = turns_of_two(tokenizer)
+    (first, a), (_, b) = turns_of_two(tokenizer)                   # a template that does not append: a row a turn
     rows = common.rows_of_trajectory(tokenizer, [(first, a), (f"{U}the price{E}{A}", b)])
     assert [row.turn_ids for row in rows] == [[-1, -1, -1, -1, -1, 0, 0, 0], [-1, -1, -1, -1, -1, 1, 1]]
 
 
-def test_hidden_info_comes_after_the_one_bos(tiny):
-    tokenizer = copy.deepcopy(tiny[1])
-    tokenizer.bos_token = "<s>"
-    text = common.critic_prompt(tokenizer, "<s>hello", {**TASK, "ground_truth": "def f(): {}"})
-    assert text.startswith("<s>The function") and text.count("<s>") == 1 and text.endswith("hello")
-    assert "def f(): {}" in text
+def test_no_token_of_c_is_an_action(tiny):
     _, tokenizer = tiny
     (row,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer),
-                                       {**TASK, "ground_truth": "def f(x):\n    return x"})
+                                       {**TASK, "ground_truth": "def f(x):\n    return {}"})
+    assert "def f(x):\n    return {}" in tokenizer.decode(row.ids)
     (plain,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer))
     assert row.ids[-len(plain.ids):] == plain.ids and row.turn_ids[-len(plain.ids):] == plain.turn_ids
     assert set(row.turn_ids[:-len(plain.ids)]) == {-1}
@@ -113,10 +105,10 @@ def test_collate_pads_on_the_right():
 
 # --- log-probabilities
 
-def some_items(tokenizer, count=3):
+def some_items(tokenizer):
     words = ["▁the▁", "▁fee▁", "▁price▁", "▁What▁", "?", "▁12▁", "▁8▁"]
     items = []
-    for n in range(count):
+    for n in range(3):
         prompt = ids_of(tokenizer, U, *(words[(n * 3 + k) % 7] for k in range(4 + 3 * n)), E, A)
         action = ids_of(tokenizer, *(words[(n + k) % 7] for k in range(2 + n)), E)
         items.append([common.Row(prompt + action, [-1] * len(prompt) + [0] * len(action))])
@@ -132,45 +124,22 @@ def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny
     torch.testing.assert_close(common.Scorer(tiny[0])(batch), expected)
 
 
-def test_action_logps_against_a_plain_softmax_in_float64(tiny):
+def test_action_logps_against_a_plain_softmax_alone_and_padded(tiny):
+    """(Trees against rows, and gradients: test_families.py.)"""
     model, tokenizer = tiny
-    (item,) = some_items(tokenizer, 1)
-    (row,) = item
+    items, expected = some_items(tokenizer), []
+    scorer = common.Scorer(model)
     with torch.no_grad():
-        logits = model(torch.tensor([row.ids])).logits[0].double()
-        expected = sum(torch.log_softmax(logits[i - 1], -1)[row.ids[i]].item()
-                       for i in range(len(row.ids)) if row.turn_ids[i] == 0)
-        assert common.Scorer(model)(common.collate([item])).item() == pytest.approx(expected, abs=1e-4)
-
-
-def test_batching_and_padding_change_nothing(tiny):
-    model, tokenizer = tiny
-    items = some_items(tokenizer)
-    with torch.no_grad():
-        together = common.Scorer(model)(common.collate(items))
-        alone = torch.cat([common.Scorer(model)(common.collate([item])) for item in items])
+        for [row] in items:
+            logits = model(torch.tensor([row.ids])).logits[0].double()
+            expected.append([sum(torch.log_softmax(logits[i - 1], -1)[row.ids[i]].item()
+                                 for i in range(len(row.ids)) if row.turn_ids[i] == 0)])
+        together = scorer(common.collate(items))
+        alone = torch.cat([scorer(common.collate([item])) for item in items])
+    torch.testing.assert_close(alone.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-4, rtol=0)
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
-    listed = common.action_outputs(common.Scorer(model), items, 20, "cpu")
+    listed = common.action_outputs(scorer, items, 20, "cpu")
     torch.testing.assert_close(torch.stack(listed), alone, atol=1e-4, rtol=0)
-
-
-def test_a_tree_scores_like_rows_of_their_own(tiny):
-    model, tokenizer = tiny
-    prompts = [f"{U}the fee of the price{E}{A}", f"{U}the{E}{A}"]
-    actions = [ids_of(tokenizer, "▁What▁", "?", E), ids_of(tokenizer, E),
-               ids_of(tokenizer, "▁Thanks▁", "▁the▁", "▁fee▁", E)]
-    results = {}
-    for item_of in (common.actions_item, rows_of_actions):
-        model.zero_grad()
-        items = [item_of(tokenizer, prompt, actions[n:]) for n, prompt in enumerate(prompts)]
-        logps = common.Scorer(model)(common.collate(items))
-        (logps ** 2).sum().backward()
-        results[item_of] = logps.detach(), [p.grad.clone() for p in model.parameters()]
-    (tree, tree_gradients), (rows, row_gradients) = results.values()
-    torch.testing.assert_close(tree, rows, atol=1e-4, rtol=0)
-    assert rows[1, 2] == 0                                                  # the second has two actions alone
-    for ours, plain in zip(tree_gradients, row_gradients):
-        torch.testing.assert_close(ours, plain, atol=1e-3, rtol=1e-3)
 
 
 # --- dialogue
@@ -188,8 +157,7 @@ def test_thoughts_are_not_seen(text, prompt, seen):
 
 
 def test_agent_messages_name_the_last_round_and_never_hold_c():
-    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
-               {"role": "user", "content": "c"}]
+    history = turns("a", "b", "c")
     contents = [[m["content"] for m in common.agent_messages(history, rounds, PROMPT)[1:]] for rounds in (3, 2)]
     assert contents == [["a", "b", "c"], ["a", "b", "c\n(last round)"]]
     assert "3 rounds" in common.agent_messages(history, 3, PROMPT)[0]["content"] and history[-1]["content"] == "c"

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from conftest import BASE, begin, Partial, read, ROOT, succeed, wait
+from conftest import BASE, begin, ended, Partial, read, ROOT, succeed
 from lib.runtime import new_store
 
 TIMES = "tokens_per_s", "peak_memory_mb", "seconds"                 # of metrics.jsonl
@@ -42,7 +42,7 @@ def run_with_kills(script, arguments, folder, *kills):
             time.sleep(0.001)
         os.kill(int(pid.read_text()), signal.SIGKILL)
         assert moment(), "it had gone on before the kill"
-    assert wait(agent) == 0, (folder / "0.err").read_text()
+    assert ended(agent) == 0, (folder / "0.err").read_text()
     assert (folder / f"pid.{len(kills)}.0").exists() and not (folder / f"pid.{len(kills) + 1}.0").exists()
     return (folder / "0.out").read_text()
 

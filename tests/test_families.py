@@ -101,8 +101,9 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
     for item_of in (common.actions_item, rows_of_actions):
         model.zero_grad()
         items = [item_of(tokenizer, PROMPT, ACTIONS), item_of(tokenizer, other, ACTIONS[:2])]
-        logps = scorer(scorer.collate(items, "cpu"))[0]
+        logps, [*_, missing] = scorer(scorer.collate(items, "cpu"))
         torch.testing.assert_close(logps, expected, atol=1e-4, rtol=0)
+        assert missing == 0                                         # the second has two actions alone
         logps.pow(2).sum().backward()
         for parameter, gradient in zip(trained, gradients):
             torch.testing.assert_close(parameter.grad, gradient, atol=1e-3 * gradient.abs().max().item(), rtol=1e-3)

@@ -12,7 +12,8 @@ import torch
 
 import common
 from colbench import backend
-from conftest import BASE, call, dies, fork, greatest_difference, read, refused, stage, succeed, write
+from compare import greatest_difference, logps_after, token_logps_after
+from conftest import BASE, call, dies, fork, read, refused, stage, succeed, write
 from lib import training
 from lib.data import read_trajectories
 from lib.models import encode, Projection
@@ -53,15 +54,6 @@ def runs(few, critic, tmp_path_factory):
         call(module, *words)
         finished[name] = module, words, folder / name
     return finished
-
-
-def logps_after(tiny, prompt, ids):
-    """Log-probabilities (tokens, V) of what follows a prompt (text) at each of the ids."""
-    model, tokenizer = tiny
-    read_ids = encode(tokenizer, prompt)
-    with torch.no_grad():
-        logits = model(torch.tensor([read_ids + ids])).logits[0].double()
-    return torch.log_softmax(logits[len(read_ids) - 1:-1], -1)
 
 
 # --- all forks
@@ -167,7 +159,7 @@ def test_each_token_has_its_own_log_probability(tiny):
     read_ids, action = encode(tokenizer, "<|user|>Can you help?<|assistant|>"), encode(tokenizer, "Which value?")
     row = common.Row(read_ids + action, [-1] * len(read_ids) + [0] * len(action))
     logps = common.Scorer(model)(common.collate([grpo.token_item([row])]))
-    expected = logps_after(tiny, "<|user|>Can you help?<|assistant|>", action)[range(len(action)), action]
+    expected = token_logps_after(tiny, "<|user|>Can you help?<|assistant|>", action)
     torch.testing.assert_close(logps[0].double(), expected, atol=1e-5, rtol=0)
 
 
@@ -182,7 +174,7 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path
     total = tokens = 0
     for row, numbers in zip(rows, advantages):
         if numbers:
-            count = sum(len(turn["output_ids"]) for turn in row["dialogue_history"] if turn["role"] == "assistant")
+            count = sum(len(turn["output_ids"]) for turn in row["dialogue_history"][1::2])
             total, tokens = total + count * numbers[0], tokens + count
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["clipped"] == 0
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-4)
@@ -218,15 +210,14 @@ def test_divergences_against_float64():
 
 
 def test_distill_s_loss_of_one_dialogue_by_hand(few, tmp_path, tiny):
-    tokenizer, row = tiny[1], read(few)[0]
+    row = read(few)[0]
     call(distill, *flags(write(tmp_path / "one", [row]), tmp_path / "out", "--epochs", 3, "--max-steps", 3))
     total = count = 0
-    for turn in row["dialogue_history"]:
-        if turn["role"] == "assistant":
-            informed = common.critic_prompt(tokenizer, turn["input"], row["task"])
-            policy, teacher = (logps_after(tiny, prompt, turn["output_ids"]) for prompt in (turn["input"], informed))
-            total += (policy.exp() * (policy - teacher)).sum().item()
-            count += len(turn["output_ids"])
+    for turn in row["dialogue_history"][1::2]:
+        informed = common.critic_prompt(tiny[1], turn["input"], row["task"])
+        policy, teacher = (logps_after(tiny, prompt, turn["output_ids"]) for prompt in (turn["input"], informed))
+        total += (policy.exp() * (policy - teacher)).sum().item()
+        count += len(turn["output_ids"])
     losses = [step["loss"] for step in read(tmp_path / "out" / "metrics.jsonl")]
     assert losses[0] == pytest.approx(total / count, abs=1e-4) and losses[2] < 0.95 * losses[0]
 
@@ -249,7 +240,7 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
     critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
 
     def logp_of_answer(turns):
-        return logps_after(tiny, prompt_of(turns), answer)[range(len(answer)), answer].sum().item()
+        return token_logps_after(tiny, prompt_of(turns), answer).sum().item()
     with backend.Environment() as world:
         worths = gain.worths(world, [row], critic, tiny[1], 4096, "cpu")[0]
         for text, worth in zip(texts[:2], worths):

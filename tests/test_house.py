@@ -9,7 +9,8 @@ import pytest
 
 import colbench
 import toy_domain
-from conftest import call, greatest_difference, read, ROOT, stage, succeed
+from compare import greatest_difference
+from conftest import call, read, ROOT, stage, succeed
 
 STAGES = sorted(ROOT.glob("0*.py"))
 FORKS = [ROOT / "examples" / f"{name}.py" for name in ("answers", "distill", "gain", "grpo")]

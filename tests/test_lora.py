@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import common
 from colbench import backend
-from conftest import assert_same_steps, BASE, call, dies, furthest, read, refused, succeed, weights, write
+from compare import assert_same_steps, furthest, weights
+from conftest import BASE, call, dies, read, refused, succeed, write
 from lib import models
 from lib.models import adapter_parameters, load_model, load_tokenizer, lora_config, save_model, Sharding
 from lib.runtime import InputError, start

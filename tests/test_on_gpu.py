@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 from colbench import backend
-from conftest import BASE, call, read, ROOT, rows_of_actions, stage, trajectory, weights, write
+from compare import weights
+from conftest import BASE, call, read, ROOT, rows_of_actions, stage, trajectory, write
 from lib import engine as engine_module
 from lib.engine import Engine
 from lib.models import load_tokenizer

@@ -3,13 +3,12 @@ import json
 import math
 
 import pytest
-import torch
 
 import common
 from colbench import backend
+from compare import token_logps_after
 from conftest import BASE, call, critic_note, policy_flags, read, refused, succeed, write
 from lib.data import read_trajectories
-from lib.models import encode
 
 
 @pytest.fixture(scope="module")
@@ -37,31 +36,22 @@ def untrained():
     return common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
 
 
-def mean_logp(model, tokenizer, prompt, action):
-    """The mean log-probability of an action after a prompt in float64: no batch, no mask, no tree."""
-    ids = encode(tokenizer, prompt)
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids + action])).logits[0].double()
-    logps = logits.log_softmax(-1)
-    return sum(logps[len(ids) + n - 1, token].item() for n, token in enumerate(action)) / len(action)
+def gain(tiny, trajectory, prompt, action):
+    """How much likelier c makes an action: log p(a|o, c) - log p(a|o), means over its tokens, by hand."""
+    informed = common.critic_prompt(tiny[1], prompt, trajectory["task"])
+    logps, blind_logps = (token_logps_after(tiny, text, action) for text in (informed, prompt))
+    return (logps - blind_logps).mean().item()
 
 
-def gain(model, tokenizer, trajectory, turn):
-    """How much likelier c makes a turn: log p(a|o, c) - log p(a|o), by hand."""
-    informed = common.critic_prompt(tokenizer, turn["input"], trajectory["task"])
-    return (mean_logp(model, tokenizer, informed, turn["output_ids"])
-            - mean_logp(model, tokenizer, turn["input"], turn["output_ids"]))
-
-
-def agent_turns(trajectory):
-    return [turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
+def turn_gains(tiny, trajectory):
+    turns = trajectory["dialogue_history"][1::2]
+    return [gain(tiny, trajectory, turn["input"], turn["output_ids"]) for turn in turns]
 
 
 def test_the_first_loss_of_a_blind_critic_is_that_of_the_gains_by_hand(few, blind, tiny):
     trajectories = read_trajectories(few)
     pairs = common.trajectory_pairs(trajectories, "few.jsonl")
-    scores = {i: sum(gain(*tiny, trajectories[i], turn) for turn in agent_turns(trajectories[i]))
-              for i in sorted({i for pair in pairs for i in pair})}
+    scores = {i: sum(turn_gains(tiny, trajectories[i])) for i in {i for pair in pairs for i in pair}}
     margins = [0.7 * (scores[chosen] - scores[rejected]) for chosen, rejected in pairs]
     losses = [math.log1p(math.exp(-margin)) for margin in margins]
     [step] = read(blind / "metrics.jsonl")
@@ -82,17 +72,18 @@ def test_scores_with_a_blind_reference(few, critic, tiny, untrained):
     """An untrained critic's is the gain by hand, of actions and of turns; a trained one's is eq. 3 as printed plus the
     gain."""
     tokenizer, trajectories = tiny[1], read_trajectories(few)[:3]
-    turns, points = [agent_turns(trajectory) for trajectory in trajectories], []
-    for trajectory, (first, *_, last) in zip(trajectories, turns):
+    points = []
+    for trajectory in trajectories:
+        first, *_, last = trajectory["dialogue_history"][1::2]
         actions = [first["output_ids"], [7, 8], last["output_ids"]]
         points.append(common.DecisionPoint(first["input"], trajectory["task"], [], actions, []))
     gains = common.score_actions(untrained, tokenizer, points, 4096, "cpu")
     for trajectory, point, point_gains in zip(trajectories, points, gains):
-        expected = [gain(*tiny, trajectory, {"input": point.prompt, "output_ids": action}) for action in point.actions]
+        expected = [gain(tiny, trajectory, point.prompt, action) for action in point.actions]
         assert point_gains == pytest.approx(expected, abs=1e-4) and max(map(abs, point_gains)) > 0.01
     scored = common.score_turns(untrained, tokenizer, trajectories, 4096, "cpu")
-    for trajectory, own_turns, advantages in zip(trajectories, turns, scored):
-        assert advantages == pytest.approx([gain(*tiny, trajectory, turn) for turn in own_turns], abs=1e-4)
+    for trajectory, advantages in zip(trajectories, scored):
+        assert advantages == pytest.approx(turn_gains(tiny, trajectory), abs=1e-4)
     scores = {}
     for reference in (True, False):
         loaded = common.load_critic(common.read_critic(critic, tokenizer, backend, reference), common.load_whole("cpu"))

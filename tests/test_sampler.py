@@ -4,7 +4,6 @@ import asyncio
 import collections
 import functools
 import gc
-import os
 import signal
 import time
 
@@ -13,7 +12,7 @@ from test_servers import few_retries, log_of  # noqa: F401
 
 import common
 import lib.servers
-from conftest import begin, call, Partial, read, refused, ROOT, run, serving, stage, wait, write
+from conftest import begin, call, killed, Partial, read, refused, ROOT, run, serving, stage, write
 from lib.models import encode, load_tokenizer, stop_ids
 from lib.runtime import InputError, Rows, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
@@ -229,16 +228,15 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(few, gree
     """It goes on by states, on two ranks then and with two servers at other addresses, which share what is missing."""
     first, out = serve("--model", BASE, "--delay-s", 0.1), tmp_path / "out"
     arguments = policy_flags(few, out, "--concurrency", 3, "--sampler")
-    pid = begin("04_train_policy.py", *arguments, f"{first['url']}#model", folder=tmp_path)
+    process = begin("04_train_policy.py", *arguments, f"{first['url']}#model", folder=tmp_path)
     partial = Partial(out / "candidates.jsonl")
     while not (partial.exists() and len(partial.read_bytes().splitlines()) > 3):
         time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    assert wait(pid) == -signal.SIGKILL
+    assert killed(process) == -signal.SIGKILL
     done = [int(line.split(" ")[0]) for line in partial.read_text().split("\n")[:-1]]
     num_states = len(read(greedy))
     assert 3 < len(done) < num_states and not (out / "candidates.jsonl").exists()
-    serve.end(first["pid"])
+    killed(first["process"])
     before, another = len(log_of(clean)), serve("--model", BASE)
     process = run("04_train_policy.py", *arguments, f"{clean['url']},{another['url']}#model", ranks=2)
     assert process.returncode == 2 and "two equal actions" in process.stderr

@@ -9,7 +9,7 @@ import pytest
 
 import lib.servers
 from colbench import backend, task_id
-from conftest import critic_note, Partial, read, refused, stage
+from conftest import critic_note, killed, Partial, read, refused, stage
 from lib.runtime import InputError
 from lib.servers import NoRoom, read_reply, Reply, ReplyError, Server, strip_thoughts
 
@@ -203,7 +203,7 @@ def test_a_server_that_dies_in_the_middle_and_comes_back(tasks, tmp_path, serve)
     assert 2 <= len(finished) <= 5
     costs = json.loads((tmp_path / "out.args.json").read_text())["costs"]
     assert 5 * 13 <= costs["generated_tokens"] <= 5 * 15           # a reply may have been under way
-    serve.end(dying["pid"])
+    killed(dying["process"])
     alive = serve(port=dying["port"])
     rollout.main([str(argument) for argument in arguments])
     rows = read(tmp_path / "out")

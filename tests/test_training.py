@@ -2,30 +2,17 @@
 prompt; the schedule."""
 import json
 import math
-import os
 import random
 import signal
 import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
-from conftest import (
-    assert_same_steps,
-    BASE,
-    begin,
-    call,
-    furthest,
-    greatest_difference,
-    rank_environments,
-    read,
-    succeed,
-    wait,
-    weights,
-)
+from compare import assert_same_steps, furthest, greatest_difference, set_weights, weights
+from conftest import BASE, begin, call, ended, rank_environments, read, succeed
 from lib.models import load_model, Projection, save_model, Sharding, use_grouped_attention
 from lib.runtime import InputError, Runtime, start
 from lib.training import epoch_batches, learning_rate, rank_batches
@@ -72,8 +59,7 @@ def test_a_loaded_scorer_is_the_model(runtime, tiny):
 
 
 def test_half_precision_files_are_read_into_float32(runtime, tiny, tmp_path):
-    model, tokenizer = tiny
-    half = load_model(str(BASE), "cpu", "bfloat16")[0]
+    half, tokenizer = load_model(str(BASE), "cpu", "bfloat16")[0], tiny[1]
     save_model(tmp_path / "half", half, tokenizer)
     loaded = load(tmp_path / "half", runtime)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
@@ -85,9 +71,7 @@ def test_half_precision_files_are_read_into_float32(runtime, tiny, tmp_path):
 def test_weights_of_other_names_are_read(runtime, tiny, tmp_path):
     model, tokenizer = tiny
     save_model(tmp_path, model, tokenizer)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()},
-              tmp_path / "model.safetensors", metadata={"format": "pt"})
+    set_weights(tmp_path, {name.removeprefix("model."): tensor for name, tensor in weights(tmp_path).items()})
     loaded = load(tmp_path, runtime)
     assert torch.equal(loaded(a_batch(tokenizer)), common.Scorer(model)(a_batch(tokenizer)))
 
@@ -97,11 +81,10 @@ def test_a_head_of_its_own_stays_although_the_config_ties_it(runtime, tiny, tmp_
     """Every way to load the folder has its logits, and so has what is saved."""
     model, tokenizer = tiny
     save_model(tmp_path / "model", model, tokenizer)
-    path = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(path)
+    tensors = weights(tmp_path / "model")
     torch.manual_seed(0)
     tensors["lm_head.weight"] = torch.randn(tensors["model.embed_tokens.weight"].shape) / 10
-    save_file(tensors, path, metadata={"format": "pt"})
+    set_weights(tmp_path / "model", tensors)
     whole, loaded = load_model(str(tmp_path / "model"), "cpu")[0], load(tmp_path / "model", runtime, sharding)
     save_model(tmp_path / "saved", loaded.model, tokenizer)
     assert torch.equal(weights(tmp_path / "saved")["lm_head.weight"], tensors["lm_head.weight"])
@@ -331,14 +314,14 @@ def kill_after_a_state(workspace, out, folder, steps=1, ranks=1, pause_s=0.0):
     def last_state():
         return max((int(path.parent.name) for path in out.glob("states/*/.metadata")), default=0)
     wanted, began = last_state() + steps, time.monotonic()
-    pids = [begin("04_train_policy.py", *flags(workspace, out), folder=folder, rank=rank, environment=environment)
-            for rank, environment in enumerate(rank_environments(ranks))]
+    processes = [begin("04_train_policy.py", *flags(workspace, out), folder=folder, rank=rank, environment=environment)
+                 for rank, environment in enumerate(rank_environments(ranks))]
     while time.monotonic() - began < 90 and last_state() < wanted:
         time.sleep(0.005)
     time.sleep(pause_s)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert [wait(pid) for pid in pids] == [-signal.SIGKILL] * ranks, "it had ended before"
+    for process in processes:
+        process.kill()
+    assert [ended(process) for process in processes] == [-signal.SIGKILL] * ranks, "it had ended before"
 
 
 def test_kill_9_at_random_moments(workspace, whole, tmp_path):

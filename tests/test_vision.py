@@ -11,7 +11,8 @@ import torch
 import common
 from colbench import frontend
 from colbench.browser import Browser, Render
-from conftest import assert_same_steps, BASE, call, read, refused, stage, succeed, write
+from compare import assert_same_steps
+from conftest import BASE, call, read, refused, stage, succeed, write
 from lib import vision
 from lib.data import sight_of
 from lib.runtime import InputError
