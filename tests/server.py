@@ -1,10 +1,9 @@
 """A small server of OpenAI's protocol, for tests: python tests/server.py [flags]; prints its port when it listens.
 
 Serves a model folder under the name `model` through lib.engine.generate, to chats and to prompts of ids, and under
-other names programs for chats: `asker` asks twice and answers then, `counter` says how many messages it sees, `leaky`
-quotes the reference, `thinker` thinks before it asks, `viewer` counts the images that it sees. Every request is
-appended to --log before it is answered, a JSON object a line, with its key and the status that it got. The failures
-are those that servers have."""
+other names programs for chats: `asker` asks twice and answers then, `counter` says how many messages it sees, `thinker`
+thinks before it asks, `viewer` counts the images that it sees. Every request is appended to --log before it is
+answered, a JSON object a line, with its key and the status that it got. The failures are those that servers have."""
 import argparse
 import asyncio
 import base64
@@ -28,11 +27,6 @@ def asker(messages):
     return "What is it?" if num_turns < 2 else f"{backend.MARKER}\ndef f(): return 1"
 
 
-def leaky(messages):
-    code = messages[0]["content"].partition("Never write or quote code.")[2]
-    return f"It is this: {code.strip()[:200]}"
-
-
 def viewer(messages):
     """Says how many PNG pictures it was sent."""
     parts = [part for part in messages[-1]["content"] if part["type"] == "image_url"]
@@ -52,7 +46,7 @@ def generate(model, prompts, randoms, temperature, stops, slots=256):
     return sum(asyncio.run(sample_all()), [])
 
 
-PROGRAMS = {"asker": asker, "leaky": leaky, "viewer": viewer,
+PROGRAMS = {"asker": asker, "viewer": viewer,
             "counter": lambda messages: f"I see {len(messages)} messages.",
             "thinker": lambda messages: "<think>The plan is secret.</think>\nWhat should the lowest heat be?"}
 

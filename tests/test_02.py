@@ -78,13 +78,14 @@ def first_dialogue(task):
 TASK = {"problem_description": "?", "ground_truth": "def secret(): pass", "test_cases": {}}
 
 
-def test_long_replies_are_cut_and_the_last_turn_is_the_answer():
-    dialogue = first_dialogue(TASK)
-    both = players(agent=Says(lambda *_: ["hm?"]), simulator=Says(lambda *_: ["y" * 500]))
+def test_long_replies_are_cut_leaks_are_noted_and_the_last_turn_is_the_answer():
+    dialogue, reply = first_dialogue(TASK), "def secret(): " + "y" * 500
+    both = players(agent=Says(lambda *_: ["hm?"]), simulator=Says(lambda *_: [reply]))
     args = parsed("--max-rounds", 3, "--simulator-max-new-tokens", 9)
     asyncio.run(rollout.roll_out(dialogue, both, args))
-    assert [turn["content"] for turn in dialogue.history] == ["?", "hm?", "y" * 400, "hm?", "y" * 400, "hm?"]
-    assert dialogue.answer == "hm?" and "y" * 500 == dialogue.history[2]["output"]
+    assert [turn["content"] for turn in dialogue.history] == ["?", "hm?", reply[:400], "hm?", reply[:400], "hm?"]
+    assert dialogue.answer == "hm?" and dialogue.history[2]["output"] == reply
+    assert dialogue.history[2]["leak"] == "signature"
 
 
 @pytest.mark.parametrize("content, answer", [

@@ -52,29 +52,15 @@ def changed(value, path, new):
 
 # --- files
 
-READERS = {                     # {name: (stage, what it reads, flags with FILE in the place of the file)}
-    "01 --check": (1, "tasks", "--check FILE"),
-    "01 --source colbench": (1, "tasks", "--source colbench --path FILE"),
-    "01 --trajectories": (1, "demos", "--source colbench --trajectories --path FILE"),
-    "02": (2, "tasks", "--agent script --tasks FILE"),
-    "02 --branch": (2, "demos", f"--agent {BASE} --branch 1 --max-rounds 10 --tasks FILE"),
-    "03": (3, "demos", f"--model {BASE} --trajectories FILE"),
-    "04": (4, "demos", f"--method sft --model {BASE} --trajectories FILE"),
-    "05": (5, "demos", "a=FILE")}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_half_a_line(data, tmp_path, name):
-    number, what, flags = READERS[name]
-    path = tmp_path / "file.jsonl"
-    content = b"".join((data / f"{what}.jsonl").read_bytes().splitlines(True)[:2])[:-40]
-    path.write_bytes(content)
-    line = refused(number, *flags.replace("FILE", str(path)).split(), "--out", tmp_path / "out")
-    assert line.startswith(f"{path}:2: not JSON ("), line
-    assert contents(tmp_path) == {"file.jsonl": content}
-
-
+HALF_TASK, HALF_DIALOGUE = ("HALF_TASK:2: not JSON (", "HALF_DIALOGUE:2: not JSON (")
 MISTAKES = {                    # {stage and flags: how the line begins}
+    "1 --check HALF_TASK": HALF_TASK, "1 --source colbench --path HALF_TASK": HALF_TASK,
+    "1 --source colbench --trajectories --path HALF_DIALOGUE": HALF_DIALOGUE,
+    "2 --agent script --tasks HALF_TASK": HALF_TASK,
+    "2 --agent MODEL --branch 1 --max-rounds 10 --tasks HALF_DIALOGUE": HALF_DIALOGUE,
+    "3 --model MODEL --trajectories HALF_DIALOGUE": HALF_DIALOGUE,
+    "4 --method sft --model MODEL --trajectories HALF_DIALOGUE": HALF_DIALOGUE, "5 a=HALF_DIALOGUE": HALF_DIALOGUE,
+    "2 --agent script --tasks PLAIN": 'PLAIN:1: missing "template"',
     "2 --agent script --tasks DEMOS": "DEMOS:1: a dialogue, not a task; 01_generate_tasks.py makes tasks",
     "3 --model MODEL --trajectories TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks",
     "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder; did you mean models/tiny?",
@@ -84,8 +70,6 @@ MISTAKES = {                    # {stage and flags: how the line begins}
     "3 --trajectories DEMOS --model nobody/such": "nobody/such: no model of this name",
     "3 --trajectories DEMOS --model tests": "tests: no model of this name",
     "2 --tasks TASKS --agent ./nowhere": "./nowhere: no such folder",
-    "2 --tasks TASKS --agent MODEL --simulator ./nowhere": "./nowhere: no such folder",
-    "4 --method rft --trajectories DEMOS --model ./nowhere": "./nowhere: no such folder",
     "2 --tasks TASKS --agent MODEL --system-prompt NONE": "NONE: no such file or directory",
     "5 a=DATA": "DATA: is a directory", "1 --check NONE": "NONE: no such file or directory",
     "4 --method sweet --trajectories DEMOS --model MODEL --critic MODEL/config.json":
@@ -94,14 +78,22 @@ MISTAKES = {                    # {stage and flags: how the line begins}
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_mistakes(data, tmp_path, words):
+    """HALF…: a file whose second line was cut. PLAIN: a task that the scripted agent cannot solve."""
+    for name, rows in (("HALF_TASK", "tasks"), ("HALF_DIALOGUE", "demos")):
+        lines = (data / f"{rows}.jsonl").read_bytes().splitlines(True)
+        (tmp_path / name).write_bytes(b"".join(lines[:2])[:-40])
+    write(tmp_path / "PLAIN", [changed(template_task("backend"), ("template",), ...)])
+    before = contents(tmp_path)
+
     def with_paths(text):
         for name, path in (("DEMOS", data / "demos.jsonl"), ("TASKS", data / "tasks.jsonl"), ("DATA", data),
-                           ("NONE", tmp_path / "none"), ("MODEL", BASE)):
+                           ("NONE", tmp_path / "none"), ("MODEL", BASE), ("HALF_", tmp_path / "HALF_"),
+                           ("PLAIN", tmp_path / "PLAIN")):
             text = text.replace(name, str(path))
         return text
     number, *flags = with_paths(words).split()
     assert refused(int(number), *flags, "--out", tmp_path / "out").startswith(with_paths(MISTAKES[words]))
-    assert contents(tmp_path) == {}
+    assert contents(tmp_path) == before
 
 
 ROWS = [("tasks", None, text, message) for text, message in (                       # (what, path, its value, the line)
@@ -149,12 +141,6 @@ def test_a_second_row_that_is_none_is_named(data, tmp_path, what, path, new, mes
         (read_trajectories if what == "demos" else read_tasks)(file)
     line = str(error.value)
     assert line.startswith(f"{file}:2: ") and message in line and len(line) < 2000
-
-
-def test_what_the_scripted_agent_lacks(tmp_path):
-    file = write(tmp_path / "t.jsonl", [changed(template_task("backend"), ("template",), ...)])
-    line = refused(2, "--tasks", file, "--agent", "script", "--out", tmp_path / "o")
-    assert line.startswith(f'{file}:1: missing "template"')
 
 
 NO_SIGHT = ('{"visual": true, "head": "value", "normalize": "none", "privileged": true, "reference": "r"}',

@@ -160,17 +160,6 @@ def test_the_least_recently_used_dialogue_gives_way(tiny):
     assert [count > 0 for count in reused] == [False, False, True, True, False, False, False]
 
 
-def test_stop_ids_and_length(tiny):
-    model, _ = tiny
-    [prompt], randoms = prompts_of(12), randoms_of(1, max_new_tokens=30)
-    [free] = ask(Engine(model, [], 1, 400), prompt, randoms)
-    assert len(free) == 30
-    first = {stop: free.index(stop) for stop in free[3:9]}
-    for stops in [*([stop] for stop in first), list(first)]:
-        [new] = ask(Engine(model, stops, 1, 400), prompt, randoms)
-        assert new == free[:min(first[stop] for stop in stops) + 1]
-
-
 def test_few_sizes():
     """Those of widths: at most a quarter above, but multiples of 64."""
     sizes = {few_sizes(number) for number in range(1, 2049)}

@@ -16,7 +16,7 @@ from conftest import begin, call, killed, Partial, read, refused, ROOT, run, ser
 from lib.models import encode, load_tokenizer, stop_ids
 from lib.runtime import InputError, Rows, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
-from lib.seeds import server_seed, uniforms
+from lib.seeds import server_seed
 from lib.servers import NoRoom, Reply, ReplyError
 
 rollout = stage(2)
@@ -291,8 +291,3 @@ def test_a_judge_and_branches_need_no_ids(workspace, tmp_path, serve):
         turn = first["branch"]["turn"]
         assert first["branch"] == second["branch"]
         assert first["dialogue_history"][turn] == second["dialogue_history"][turn]
-
-
-def test_uniforms_are_those_of_their_key():
-    """So the first reply is the same, however many there are."""
-    assert uniforms((2, 3), 0, "a")[0].tolist() == uniforms((1, 3), 0, "a")[0].tolist() != uniforms((1, 3), 1, "a")

@@ -102,13 +102,6 @@ def test_thoughts_stay_with_who_thinks(tasks, tmp_path, serve):
     assert kinds == {(1.0, "{'enable_thinking': True}"), (0.0, "None")}
 
 
-def test_a_simulator_that_shows_code_is_noticed(tasks, tmp_path, serve, capsys):
-    url = serve()["url"]
-    rows = play(tasks, f"{url}#asker", tmp_path / "out", "--simulator", f"{url}#leaky")
-    assert all(turn["leak"] == "signature" for row in rows for turn in row["dialogue_history"][2::2])
-    assert "100.0% of the simulator's replies leak code" in capsys.readouterr().out
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # what is a reply
 
