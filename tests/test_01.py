@@ -36,22 +36,17 @@ def test_each_fact_that_matters_fails_a_test_when_it_changes(tasks):
                     assert not all(score.tests)
 
 
-def test_the_request_is_vague_and_questions_reach_their_fact(tasks):
+def test_the_request_is_vague_questions_reach_their_fact_and_replies_hold_no_code(tasks):
     for task in tasks["train"]:
         assert task["problem_description"].endswith(task["ground_truth"].splitlines()[0])
         for index, fact in enumerate(task["facts"]):
             for question in fact["questions"]:
                 assert backend.topics_asked(task["facts"], question) == [index], question
             assert fact["matters"] or not fact["told"]
-    assert 0.15 < sum(any(f["told"] for f in t["facts"]) for t in tasks["train"]) / 70 < 0.45
-
-
-def test_replies_hold_no_code(tasks):
-    for task in tasks["train"]:
-        for fact in task["facts"]:
             for reply in fact["replies"]:
                 assert len(reply) <= backend.REPLY_CHARS and backend.leak_of(task, reply) is None
                 assert not any(sign in reply for sign in ("def ", "return", "(", "=", "["))
+    assert 0.15 < sum(any(f["told"] for f in t["facts"]) for t in tasks["train"]) / 70 < 0.45
 
 
 def test_splits_share_no_reference(tasks):

@@ -353,32 +353,23 @@ def test_an_answer_runs_once_and_a_turn_is_judged_once(credited, workspace, swep
     assert credited[2:] == (24, num_turns + num_candidates)
 
 
-def test_the_page_has_all_dialogues_with_the_advantages_of_their_turns(credited, workspace, regression_critic):
-    """And the numbers of the metrics."""
+def test_the_page_has_dialogues_with_advantages_and_candidates_with_pairs(credited, regression_critic, swept):
+    """Tables by kind by hand: test_report.py."""
     metrics, page, data = report_of(credited[0])
     assert data["methods"] == ["a", "b"] and len(data["dialogues"]) == 24
     line = f"{regression_critic}: scores are the numbers of its regression head"
     assert data["forms"] == {"advantages": [line], "candidates": [line]} and page.count(line) == 3
     agent_turns = [turn for dialogue in data["dialogues"] for turn in dialogue["turns"] if turn["who"] == "agent"]
-    num_turns = 0
-    for numbers in metrics.values():
-        assert f"{numbers['success_rate']:.3f}" in page
-        for kind in numbers["turn_advantages"]["by_kind"].values():
-            mean = f"{kind['mean']:+.3f}".replace("-", "\u2212")
-            assert f"{mean} <small>({kind['n']:,})</small>" in page
-            num_turns += kind["n"]
-    assert sum("advantage" in turn for turn in agent_turns) == len(agent_turns) == num_turns
-
-
-def test_the_page_has_the_candidates_and_counts_their_kinds(credited, swept):
-    """Every candidate once; a pair has one chosen and one rejected."""
-    _, page, data = report_of(credited[0])
+    kinds = [kind for numbers in metrics.values() for kind in numbers["turn_advantages"]["by_kind"].values()]
+    for kind in kinds:
+        mean = f"{kind['mean']:+.3f}".replace("-", "\u2212")
+        assert f"{mean} <small>({kind['n']:,})</small>" in page
+    assert sum("advantage" in turn for turn in agent_turns) == len(agent_turns) == sum(kind["n"] for kind in kinds)
     rows, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
-    assert len(data["states"]) == len(rows)
-    for state, row in zip(data["states"], rows):
+    for state, row in zip(data["states"], rows, strict=True):
         assert [c["advantage"] for c in state["candidates"]] == pytest.approx(row["advantages"], abs=1e-5)
         assert [c["text"] for c in state["candidates"]] == [c["text"] for c in row["candidates"]]
-    for side in ("chosen", "rejected"):
+    for side in ("chosen", "rejected"):                              # a pair has one of each
         assert sum(candidate[side] for state in data["states"] for candidate in state["candidates"]) == len(pairs)
     table = re.search(r"what the pairs say(.*?)</pre>", page, re.DOTALL)[1]
     counts = [int(line.split()[-4]) for line in table.splitlines()[1:]]

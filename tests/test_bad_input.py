@@ -12,11 +12,10 @@ import subprocess
 import sys
 
 import pytest
-from safetensors.torch import save_file
 
 import colbench
 from colbench import ColBenchError
-from compare import weights
+from compare import set_weights, weights
 from conftest import BASE, call, fork, read, refused, ROOT, run, stage, write
 from lib import training
 from lib.data import read_tasks, read_trajectories
@@ -316,7 +315,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks(data, tmp_path):
     shutil.copytree(BASE, tmp_path / "model")
     tensors, out = weights(tmp_path / "model"), tmp_path / "out"
     tensors["model.norm.weight"][0] = float("nan")
-    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    set_weights(tmp_path / "model", tensors)
     process = run("03_train_critic.py", "--trajectories", data / "demos.jsonl", "--model", tmp_path / "model",
                   "--max-steps", 2, "--out", out, ranks=2)
     line = process.stderr.splitlines()[-1]

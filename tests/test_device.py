@@ -6,16 +6,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
+from conftest import BASE
 from lib.engine import Engine
 
-CONFIG = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
 ROWS = [[common.Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [common.Row([5, 6, 7], [-1, -1, 0])]]
 TREES = [[common.Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [common.Row([5, 6, 7], [-1, 0, 1], 1)]]
 
 
 def fake_model():
-    return LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
+    return LlamaForCausalLM(LlamaConfig.from_pretrained(BASE)).eval()
 
 
 def fake_batch(mode, items, monkeypatch):

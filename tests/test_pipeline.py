@@ -63,6 +63,7 @@ def test_a_second_call_of_the_chain_runs_nothing_again(chain):
 @pytest.mark.parametrize("script, arguments, line", [
     ("02_rollout.py", "--tasks T --agent script --out O", r'\S+t\.jsonl:1: missing "\w+"'),
     ("05_evaluate.py", "a=T --out O", r'\S+t\.jsonl:1: missing "\w+"'),
+    ("scripts/critics.py", "--trajectories none --gates models/tiny --out O", "none: no such file or directory"),
     ("01_generate_tasks.py", "--num-tasks 1 --out /proc/x/t.jsonl", "/proc/x: .*")])
 def test_bad_input_ends_with_status_2_and_no_traceback(tmp_path, script, arguments, line):
     (tmp_path / "t.jsonl").write_text("{}\n")

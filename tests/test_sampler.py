@@ -2,7 +2,6 @@
 --sampler and 02 --best-of with an agent behind http://."""
 import asyncio
 import collections
-import functools
 import gc
 import signal
 import time
@@ -139,20 +138,6 @@ def test_rows_are_made_on_their_own(tmp_path):
     assert order[-1] == 0 and sorted(order) == list(range(12))
 
 
-def test_failed_rows_are_left_out_and_made_by_the_next_run(tmp_path):
-    made = []
-
-    async def make_row(item, bad=()):
-        made.append(item)
-        if item in bad:
-            raise ReplyError(f"no reply to {item}")
-        return {"item": item}
-    with pytest.raises(InputError, match="out: 2 of 8 rows are missing, the first failed with no reply to 3; run the"):
-        write_rows(tmp_path / "out", range(8), functools.partial(make_row, bad=(3, 5)), 1)
-    assert not (tmp_path / "out").exists() and made == list(range(8))
-    assert len(write_rows(tmp_path / "out", range(8), make_row)) == 8 and made[8:] == [3, 5]
-
-
 def test_at_most_twice_as_many_wait_to_be_scored_as_are_in_flight(tmp_path):
     waiting, most = 0, 0
 
@@ -275,19 +260,9 @@ def test_ids_of_a_server_are_kept_and_read_by_a_critic(workspace, critic, tmp_pa
     assert list(counts) == ["as sampled"] and set(limits) == {1234}
 
 
-def test_a_judge_and_branches_need_no_ids(workspace, tmp_path, serve):
-    server = serve("--model", BASE)
-    write(tmp_path / "tasks", read(workspace / "tasks.jsonl")[:2])
-    agent = ["--agent", f"{server['url']}#model", "--max-rounds", 2, "--max-new-tokens", 20]
-    call(2, "--tasks", tmp_path / "tasks", *agent, "--best-of", 2, "--critic", f"judge:{server['url']}#counter",
-         "--out", tmp_path / "best")
+def test_a_judge_needs_no_ids(workspace, tmp_path, serve):
+    server, tasks = serve("--model", BASE), write(tmp_path / "tasks", read(workspace / "tasks.jsonl")[:2])
+    call(2, "--tasks", tasks, "--agent", f"{server['url']}#model", "--max-rounds", 2, "--max-new-tokens", 20,
+         "--best-of", 2, "--critic", f"judge:{server['url']}#counter", "--out", tmp_path / "best")
     assert all("prompt" not in request and "return_token_ids" not in request for request in log_of(server))
     assert {request["model"] for request in log_of(server)} == {"model", "counter"}
-    call(2, "--tasks", tmp_path / "best", "--branch", 2, "--branch-candidates", 2, "--samples", 2, *agent, "--out",
-         tmp_path / "branches")
-    rows = read(tmp_path / "branches")
-    assert len(rows) == 2 * 2 * 2
-    for first, second in zip(rows[::2], rows[1::2]):                 # both go on from one message
-        turn = first["branch"]["turn"]
-        assert first["branch"] == second["branch"]
-        assert first["dialogue_history"][turn] == second["dialogue_history"][turn]

@@ -12,7 +12,7 @@ import common
 from colbench import frontend
 from colbench.browser import Browser, Render
 from compare import assert_same_steps
-from conftest import BASE, call, read, refused, stage, succeed, write
+from conftest import BASE, call, read, refused, stage, succeed, turns, write
 from lib import vision
 from lib.data import sight_of
 from lib.runtime import InputError
@@ -43,7 +43,7 @@ def turn_row(processor, task, history, sent, files, privileged):
 
 REFERENCE, WHITE, BLACK, RED = map(page, ("3366cc", "ffffff", "101010", "cc2222"))
 TASK = {"problem_description": "A shop.", "ground_truth": REFERENCE}
-IDEA = {"role": "user", "content": "A shop."}
+IDEA = turns("A shop.")
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +82,11 @@ def vlm(tmp_path_factory):
 
 def test_pictures_have_a_limit_of_pixels(vlm, tmp_path):
     """The published preprocessor_config.json allows pictures of 16,384 tokens."""
-    shutil.copytree(vlm, tmp_path / "vlm")
-    config = json.loads((vlm / "preprocessor_config.json").read_text())
-    config = {**config, "min_pixels": 3136, "max_pixels": 12845056, "processor_class": "Qwen2VLProcessor"}
-    (tmp_path / "vlm" / "preprocessor_config.json").write_text(json.dumps({k: v for k, v in config.items()
-                                                                           if k != "size"}))
-    for folder, limit in ((tmp_path / "vlm", 1280 * 28 * 28), (vlm, 12 * 28 * 28)):
+    path = shutil.copytree(vlm, tmp_path / "vlm") / "preprocessor_config.json"
+    config = json.loads(path.read_text())
+    del config["size"]
+    path.write_text(json.dumps({**config, "min_pixels": 3136, "max_pixels": 12845056}))
+    for folder, limit in ((path.parent, 1280 * 28 * 28), (vlm, 12 * 28 * 28)):
         assert load_processor(str(folder)).image_processor.size["longest_edge"] == limit
 
 
@@ -113,12 +112,10 @@ def dialogues(tmp_path_factory):
     for number in range(4):
         task = {"problem_description": f"Page {number}.", "ground_truth": page(f"3366{number}0")}
         for sample, (own, reward) in enumerate(((WHITE, 0.9), (BLACK, 0.2))):
-            turns = [f"OUTPUT: {RED}", f"OUTPUT: {own}"] if number % 2 else ["Which colour?", own]
-            history = [{"role": "user", "content": task["problem_description"]},
-                       {"role": "assistant", "content": turns[0]}, {"role": "user", "content": "Another colour."},
-                       {"role": "assistant", "content": turns[1]}]
-            rows.append({"task_id": str(number), "sample": sample, "task": task, "dialogue_history": history,
-                         "answer": own, "reward": reward, "max_rounds": 2})
+            first, last = (f"OUTPUT: {RED}", f"OUTPUT: {own}") if number % 2 else ("Which colour?", own)
+            rows.append({"task_id": str(number), "sample": sample, "task": task, "answer": own, "reward": reward,
+                         "dialogue_history": turns(task["problem_description"], first, "Another colour.", last),
+                         "max_rounds": 2})
     return write(tmp_path_factory.mktemp("dialogues") / "pages.jsonl", rows)
 
 
@@ -128,7 +125,7 @@ def test_a_row_by_hand(seeing):
     """Text and number of tokens; ids and pixels are those of transformers' own processor."""
     processor = seeing[1].processor
     files = seeing[1].show([REFERENCE, WHITE])
-    history = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "It is<|image_pad|> blue."}]
+    history = turns("A shop.", WHITE, "It is<|image_pad|> blue.")
     ids, images = turn_row(processor, TASK, history, WHITE, files, True)
     count = ids.count(processor.image_token_id)
     picture = f"<|vision_start|>{'<|image_pad|>' * (count // 2)}<|vision_end|>"
@@ -139,7 +136,7 @@ def test_a_row_by_hand(seeing):
     first, second = common.visual_item([(ids, images), (ids[:9], (None,))])
     assert first == common.Row(ids, [0] * len(ids), None, images)
     assert second == common.Row(ids[:9], [1] * 9, None, (None,))
-    ids, images = turn_row(processor, TASK, [IDEA], None, {}, False)
+    ids, images = turn_row(processor, TASK, IDEA, None, {}, False)
     assert images == (None,) and processor.decode(ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nThey get no page yet:<|vision_start|>"
         + "<|image_pad|>" * 4 + "<|vision_end|><|im_end|>\n")                              # 56 x 56 pixels
@@ -148,7 +145,7 @@ def test_a_row_by_hand(seeing):
              {"type": "image", "path": files[WHITE]}]
     theirs = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=True, return_dict=True,
                                            return_tensors="pt")
-    ids, images = turn_row(processor, TASK, [IDEA], WHITE, files, True)
+    ids, images = turn_row(processor, TASK, IDEA, WHITE, files, True)
     assert ids == theirs["input_ids"][0].tolist()
     pixels = read_images(processor, images)
     assert all(torch.equal(pixels[name], theirs[name]) for name in pixels)
@@ -157,10 +154,10 @@ def test_a_row_by_hand(seeing):
 def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seeing):
     scorer, sight = seeing
     processor, files = sight.processor, sight.show([REFERENCE, WHITE, RED])
-    long = [IDEA, {"role": "assistant", "content": RED}, {"role": "user", "content": "No, make it white, please."}]
-    items = [common.visual_item([turn_row(processor, TASK, [IDEA], RED, files, True),
+    long = turns("A shop.", RED, "No, make it white, please.")
+    items = [common.visual_item([turn_row(processor, TASK, IDEA, RED, files, True),
                                  turn_row(processor, TASK, long, WHITE, files, True)]),
-             common.visual_item([turn_row(processor, TASK, [IDEA], None, files, False)])]
+             common.visual_item([turn_row(processor, TASK, IDEA, None, files, False)])]
     with torch.no_grad():
         batch = common.collate(items)
         values = scorer(batch)                                                            # (2, 2)
@@ -177,21 +174,20 @@ def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seei
             torch.testing.assert_close(alone, row[:len(item)], atol=1e-5, rtol=1e-5)
 
 
-def state(*texts, task=TASK, history=(IDEA,)):
-    return common.DecisionPoint("", task, list(history), None, list(texts))
+def state(*texts, task=TASK, history=IDEA):
+    return common.DecisionPoint("", task, history, None, list(texts))
 
 
 def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
     scorer, sight = seeing
     other = {**TASK, "ground_truth": RED}
-    after = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "Nice."}]
 
     def scores(privileged, *states):
         critic = common.Critic("", "", "regression", sees_c=privileged, is_visual=True, sight=sight, scorer=scorer)
         return common.score_actions(critic, None, states, 4096, "cpu")
     thoughts = visible_text(frontend, f"<think>{RED}</think>OUTPUT: {WHITE}")  # as 02 and 04 make a state
     states = [state(WHITE, thoughts, BLACK, "no page"), state(WHITE, task=other),
-              state(WHITE, "no page", history=after)]
+              state(WHITE, "no page", history=turns("A shop.", WHITE, "Nice."))]
     (white, thought, black, none), (with_other,), (again, last) = scores(True, *states)
     assert white == thought and len({round(value, 4) for value in (white, black, none)}) == 3
     assert again == last != white and abs(with_other - white) > 1e-4
@@ -258,13 +254,12 @@ def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path
     succeed("04_train_policy.py", "--method", "sweet", "--trajectories", dialogues, "--model", BASE,
             "--critic", critic[0], "--data-frac", 0.13, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1,
             "--out", tmp_path / "p", ranks=2)
-    rows = read(tmp_path / "p" / "scored.jsonl")
-    states = [common.DecisionPoint(row["prompt"], row["task"], row["history"], None,
-                                   [c["text"] for c in row["candidates"]])
-              for row in rows]
-    for row, scores in zip(rows, common.score_actions(load(critic[0], seeing[1]), None, states, 4096, "cpu"),
-                           strict=True):
+    rows, loaded = read(tmp_path / "p" / "scored.jsonl"), load(critic[0], seeing[1])
+    for row in rows:
+        point = stage(4).decision_point(row)
+        [scores] = common.score_actions(loaded, None, [point], 4096, "cpu")
         assert row["advantages"] == pytest.approx(scores, abs=1e-4)
+    assert rows
 
 
 def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, seeing, tmp_path):
@@ -272,7 +267,7 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, seeing, tmp_pa
         with frontend.Environment(tmp_path) as environment:
             reply, agent = types.SimpleNamespace(prompt="", ids=None), types.SimpleNamespace(tokenizer=None)
             players = stage(2).Players(environment, "cpu", agent, critic=load(critic[0], seeing[1]))
-            dialogue = stage(2).Dialogue(TASK, 0, [IDEA], None, 0)
+            dialogue = stage(2).Dialogue(TASK, 0, IDEA, None, 0)
             return await stage(2).critic_choice(dialogue, [reply] * len(texts), texts, players, 16384)
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
