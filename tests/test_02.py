@@ -196,17 +196,14 @@ def test_a_system_prompt_of_a_file_replaces_ours(workspace, tmp_path):
              "--max-rounds", 2, "--max-new-tokens", 5, "--out"]
     said = f"{tmp_path / 'agent'}: was trained with another system prompt, or other "
     assert said not in call(2, *words, tmp_path / "a", "--system-prompt", tmp_path / "mine.txt")
-    rows = read(tmp_path / "a")
-    for row in rows:
+    tokenizer = load_tokenizer(str(tmp_path / "agent"))
+    for row in read(tmp_path / "a"):
         assert row["system_prompt"] == "Ask {x} {max_rounds}."
-        for turn in row["dialogue_history"][1::2]:
-            assert turn["input"].startswith("<|system|>Ask {x} {max_rounds}.<|end|><|user|>")
-            assert "(last round)" not in turn["input"]
-    prompts = [turn["input"] for turn in rows[0]["dialogue_history"][1::2]]
-    for turn in rows[0]["dialogue_history"][1::2]:
-        del turn["input"], turn["output_ids"]
-    rendered = common.agent_turns(load_tokenizer(str(tmp_path / "agent")), {**rows[0], "tokenizer": None})
-    assert [prompt for prompt, _ in rendered] == prompts
+        prompts = [turn["input"] for turn in row["dialogue_history"][1::2]]
+        for prompt in prompts:
+            assert prompt.startswith("<|system|>Ask {x} {max_rounds}.<|end|><|user|>") and "(last round)" not in prompt
+        plain = {**row, "tokenizer": None, "dialogue_history": turns(*(t["content"] for t in row["dialogue_history"]))}
+        assert [prompt for prompt, _ in common.agent_turns(tokenizer, plain)] == prompts
     assert call(2, *words, tmp_path / "b").count(said) == 1
     assert all("system_prompt" not in row and "2 rounds" in row["dialogue_history"][1]["input"]
                for row in read(tmp_path / "b"))
@@ -239,8 +236,7 @@ def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts(monkeypat
 
 
 def test_dialogues_of_one_task_id_are_numbered_through():
-    tasks = [{"task_id": name, "problem_description": "f", "ground_truth": "c"} for name in "aba"]
-    dialogues = rollout.new_dialogues(tasks, None, 2)
+    dialogues = rollout.new_dialogues([{**TASK, "task_id": name} for name in "aba"], None, 2)
     assert [(dialogue.task["task_id"], dialogue.sample) for dialogue in dialogues] == [
         ("a", 0), ("a", 1), ("b", 0), ("b", 1), ("a", 2), ("a", 3)]
     assert parsed("--single-turn").max_rounds == 1
@@ -259,11 +255,8 @@ def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace
     numbers_as_x = re.sub(r"\d+\.\d+", "x", line)
     assert numbers_as_x.startswith("success x | tests x | all known x | when known x | rounds x | ")
     signature = rows[0]["task"]["ground_truth"].split("\n")[0]
-    rows[0]["dialogue_history"] = [{"role": "user", "content": "Do it."}]
-    for reply in ({"tool": True}, {"leak": "signature"}):
-        rows[0]["dialogue_history"] += [{"role": "assistant", "content": "?"},
-                                        {"role": "user", "content": signature, **reply}]
-    rows[0]["dialogue_history"].append({"role": "assistant", "content": "pass"})
+    history = rows[0]["dialogue_history"] = turns("Do it.", "?", signature, "?", signature, "pass")
+    history[2]["tool"], history[4]["leak"] = True, "signature"
     assert "100.0% of the simulator's replies leak code" in rollout.summary(write(tmp_path / "rows", rows[:1]))
     assert stage(5).measure_leaks(rows[:1], backend) == {"leaks": 1.0, "leaks_by_kind": {"signature": 1}}
 

@@ -195,8 +195,9 @@ REQUIRED = {1: "--out o", 2: "--tasks t --agent script --out o", 3: TRAIN, 4: f"
 FLAGS = {                       # {program: flags, or (flags, what the line says)}; else the line names the flag
     1: ["--num-tasks 0", "--out ''", "--source llm", "--model smollm2", "--seeds x", "--max-attempts 3",
         ("--source llm --model smollm2 --path x", "--path needs")],
-    2: ["--agent ''", "--temperature -1", "--chat-template-args []", "--samples x", "--system-prompt f", "--branch 4",
-        "--best-of 2", ("--agent a --best-of 2", "--critic DIR or judge:MODEL"),
+    2: ["--agent ''", "--temperature -1", "--chat-template-args []", "--chat-template-args '{\"person\": {}}'",
+        "--samples x", "--system-prompt f", "--branch 4", "--best-of 2",
+        ("--agent a --best-of 2", "--critic DIR or judge:MODEL"),
         ("--agent a --branch 4 --best-of 2 --critic c", "--branch needs"),
         ("--reference-sees-c no", "--reference-sees-c goes with --best-of")],
     3: ["--lr inf", "--lr -1", "--lr x", "--beta nan", "--held-out-frac 1.1", "--seed 1.5", "--batch-size 0",

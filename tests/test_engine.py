@@ -84,31 +84,27 @@ def test_samples_do_not_depend_on_the_batch(tiny, monkeypatch):
     assert any(engine.graphs.values()) and len(engine.graphs) < stats["decode_steps"] / 4
 
 
+def counted(engine, prompt, randoms, key):
+    """(The replies, which are those of the plain way; how many tokens of the prompt were reused, and computed.)"""
+    before = engine.stats.copy()
+    replies = ask(engine, prompt, randoms, key=key)
+    assert replies == plain(engine.model, prompt, randoms)
+    return replies, *(engine.stats[name] - before[name] for name in ("reused_tokens", "prefill_tokens"))
+
+
 def test_a_dialogue_computes_only_what_is_new(tiny):
-    model, _ = tiny
-    engine = Engine(model, STOPS, 2, 400)
-    prompt, replies = prompts_of(50)[0], prompts_of(7, 20, 1)
-    for turn, reply in enumerate([*replies, []]):
-        before = engine.stats.copy()
+    engine = Engine(tiny[0], STOPS, 2, 400)
+    [prompt], cached = prompts_of(50), 0
+    for turn, reply in enumerate([*prompts_of(7, 20, 1), []]):
         randoms = randoms_of(turn)
-        [new] = ask(engine, prompt, randoms, key="a")
-        assert [new] == plain(model, prompt, randoms)
-        # what is in the cache is the last prompt and reply, but for its last token, which no step has read
-        cached = 0 if turn == 0 else len(prompt) - len(replies[turn - 1]) - 1
-        assert engine.stats["reused_tokens"] - before["reused_tokens"] == cached
-        assert engine.stats["prefill_tokens"] - before["prefill_tokens"] == len(prompt) - cached - 1
+        [new], reused, computed = counted(engine, prompt, randoms, "a")
+        assert (reused, computed) == (cached, len(prompt) - cached - 1)
+        cached = len(prompt) + len(new) - 1                          # no step has read the last token
         prompt = prompt + new + reply
-    changed = prompt[:30] + [5] + prompt[31:]                                # the template rewrites earlier text
-    before = engine.stats.copy()
-    assert ask(engine, changed, randoms, key="a") == plain(model, changed, randoms)
-    assert engine.stats["reused_tokens"] - before["reused_tokens"] == 30
-    for again in (changed, changed[:40]):                                    # a prompt that is in the cache as it is
-        before = engine.stats.copy()
-        assert ask(engine, again, randoms, key="a") == plain(model, again, randoms)
-        assert engine.stats["prefill_tokens"] == before["prefill_tokens"]
-    before = engine.stats.copy()
-    assert ask(engine, changed, randoms, key="b") == plain(model, changed, randoms)
-    assert engine.stats["reused_tokens"] == before["reused_tokens"]          # another dialogue's cache is not read
+    changed = prompt[:30] + [5] + prompt[31:]                        # the template rewrites earlier text
+    for again, key, reused in ((changed, "a", 30), (changed, "a", len(changed) - 1), (changed[:40], "a", 39),
+                               (changed, "b", 0)):                   # another dialogue's cache is not read
+        assert counted(engine, again, randoms, key)[1:] == (reused, len(again) - reused - 1)
 
 
 def test_dialogues_in_flight(tiny):
@@ -135,28 +131,20 @@ def test_dialogues_in_flight(tiny):
 
 
 def test_many_samples_from_one_prefill(tiny):
-    model, _ = tiny
-    engine = Engine(model, STOPS, 8, 400)
-    [prompt], randoms = prompts_of(60), randoms_of(0, samples=8)
-    new = ask(engine, prompt, randoms, key="a")
-    assert new == plain(model, prompt, randoms) and len(set(map(tuple, new))) > 4
-    assert engine.stats["prefill_tokens"] == len(prompt) - 1
-    chosen = max(new, key=len)                                               # the next turn finds the one that was sent
-    prompt, randoms = prompt + chosen + [33, 34], randoms_of(1, samples=8)
-    assert ask(engine, prompt, randoms, key="a") == plain(model, prompt, randoms)
-    assert engine.stats["reused_tokens"] == len(prompt) - 3
+    engine = Engine(tiny[0], STOPS, 8, 400)
+    [prompt] = prompts_of(60)
+    new, _, computed = counted(engine, prompt, randoms_of(0, samples=8), "a")
+    assert computed == len(prompt) - 1 and len(set(map(tuple, new))) > 4
+    prompt = prompt + max(new, key=len) + [33, 34]                   # the next turn finds the one that was sent
+    _, reused, _ = counted(engine, prompt, randoms_of(1, samples=8), "a")
+    assert reused == len(prompt) - 3
 
 
 def test_the_least_recently_used_dialogue_gives_way(tiny):
-    model, _ = tiny
-    engine = Engine(model, STOPS, 2, 400)
+    """c takes the place of a, then a that of b."""
+    engine, randoms = Engine(tiny[0], STOPS, 2, 400), randoms_of(0, max_new_tokens=5)
     prompts = dict(zip("abc", prompts_of(30, 40, 50)))
-    randoms = randoms_of(0, max_new_tokens=5)
-    reused = []
-    for key in "ababcab":                                                    # c takes the place of a, then a that of b
-        before = engine.stats["reused_tokens"]
-        assert ask(engine, prompts[key], randoms, key=key) == plain(model, prompts[key], randoms)
-        reused.append(engine.stats["reused_tokens"] - before)
+    reused = [counted(engine, prompts[key], randoms, key)[1] for key in "ababcab"]
     assert [count > 0 for count in reused] == [False, False, True, True, False, False, False]
 
 

@@ -45,8 +45,7 @@ def samples(sampler, n=3, temperature=0.0):
     return asyncio.run(sample_all())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# replies
+# --- replies
 
 def test_replies_of_a_local_model(local):
     """By the uniforms of their key, nested in n; ids, text and end belong together; tokens are counted."""
@@ -111,8 +110,7 @@ def test_only_a_chat_needs_more_than_thoughts():
     assert "raise the limit of new tokens" in sampler.fault_of(thought._replace(ended=False), None, may_be_empty=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# rows of a file
+# --- rows of a file
 
 def write_rows(out, items, make_row, concurrency=3):
     runtime = start(0)
@@ -186,8 +184,7 @@ def test_after_many_failures_in_a_row_no_further_row_is_begun(tmp_path):
     assert 28 <= len(begun) <= 29
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 04 --sampler
+# --- 04 --sampler
 
 @pytest.fixture(scope="module")
 def few(workspace, tmp_path_factory):
@@ -237,8 +234,7 @@ def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean):
     assert "takes http" in refused(4, *policy_flags(few, tmp_path / "c", "--sampler", BASE))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 02 --best-of
+# --- 02 --best-of
 
 def test_ids_of_a_server_are_kept_and_read_by_a_critic(workspace, critic, tmp_path, serve, monkeypatch):
     """In passes of --max-tokens."""

@@ -44,8 +44,7 @@ async def ask(server, chat=CHAT, seed=0, **fields):
     return await server.reply(server.request(chat, 1.0, 8, fields), seed, lambda reply: None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the protocol
+# --- the protocol
 
 def test_agent_and_simulator_behind_servers_follow_the_protocol(tasks, tmp_path, serve, monkeypatch, capsys):
     """The agent's two servers take turns. All get every parameter, and seeds that differ."""
@@ -102,8 +101,7 @@ def test_thoughts_stay_with_who_thinks(tasks, tmp_path, serve):
     assert kinds == {(1.0, "{'enable_thinking': True}"), (0.0, "None")}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what is a reply
+# --- what is a reply
 
 def answer(finish_reason="stop", usage=(10, 5), text=None, **message):
     """What the openai client gives, with a text or a message."""
@@ -136,8 +134,7 @@ def test_a_reply_that_says_not_that_it_ended_is_none():
             read_reply(answer(finish_reason, content="a"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# failures
+# --- failures
 
 def test_a_request_that_is_refused_for_another_reason_takes_no_parameter_from_the_others(serve):
     """The first request is refused with top_k, and without: top_k was not the reason."""
@@ -237,8 +234,6 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     assert f"a critic that reads tokens: {server['url']}#asker needs --agent-tokenizer MODEL" in refused(
         2, *base, tmp_path / "6", "--agent", f"{server['url']}#asker", "--best-of", 2, "--critic", tmp_path / "critic")
     assert not any((tmp_path / str(number)).exists() for number in range(7))
-    with pytest.raises(SystemExit):
-        rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--chat-template-args", '{"person": {}}'])
 
 
 def test_a_lone_surrogate_is_sent_as_a_question_mark(serve):
