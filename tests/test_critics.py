@@ -36,14 +36,6 @@ def test_success_of_the_shipped_base_model_passes_its_gates(workspace):
     assert 0.15 <= metrics["success_rate"] <= 0.5 and metrics["success_when_known"] > 0.7
 
 
-def test_gates_need_facts_and_say_so_before_anything_is_measured(tmp_path):
-    for facts in ({}, {"facts": []}):
-        path = write(tmp_path / "a.jsonl", [{**trajectory("x", "1"), "task": {**FUNCTION, **facts}}])
-        flags = ["--trajectories", path, "--gates", "models/tiny", "--out", tmp_path / "out"]
-        assert refused(critics, *flags) == f"{path}: --gates needs template tasks (01), which say what a turn is worth"
-    assert not (tmp_path / "out").exists()
-
-
 def test_gates_take_each_dialogue_s_own_rounds(workspace):
     """And do without families."""
     rows = [row for row in read(workspace / "offline.jsonl") if len(row["dialogue_history"]) == 4][:3]
@@ -172,23 +164,24 @@ def test_a_critic_is_measured_by_monte_carlo_returns(branches, regression_critic
 
 
 def test_bad_files_are_one_line(workspace, branches, regression_critic, tmp_path):
-    logged, rows = workspace / "offline.jsonl", read(branches[0])
-    same = write(tmp_path / "same", [{**row, "reward": 0.5} for row in rows])
-    other = write(tmp_path / "other", [{**row, "tokenizer": "other"} for row in rows])
-    for path, line in (
-            (logged, "no dialogues of 02_rollout.py --branch"),
-            (same, "no state whose candidates differ in return; raise --branch or --samples of 02"),
-            (other, f"the agent's tokenizer is not the one of {regression_critic}")):
-        words = ["--trajectories", path, "--critic", regression_critic, "--out", tmp_path / "out"]
-        assert refused(critics, *words) == f"{path}: {line}"
+    logged, rows, critic = workspace / "offline.jsonl", read(branches[0]), ["--critic", regression_critic]
+    needs_facts = "--gates needs template tasks (01), which say what a turn is worth"
+    page = {"problem_description": "?", "ground_truth": "<p>"}
+    (tmp_path / "sees").mkdir()
+    write(tmp_path / "sees" / "critic.json", [{"visual": True, **critic_note("value")}])
+    sees = ["--critic", tmp_path / "sees"]
+    sees_line = f"{sees[1]}: --critic takes a critic that reads text, and this one sees images"
+    for name, content, flags, line in (
+            ("bare", [trajectory("x", "1")], ["--gates", BASE], needs_facts),
+            ("no facts", [trajectory("x", "1", task={**FUNCTION, "facts": []})], ["--gates", BASE], needs_facts),
+            ("logged", read(logged), critic, "no dialogues of 02_rollout.py --branch"),
+            ("same", [{**row, "reward": 0.5} for row in rows], critic,
+             "no state whose candidates differ in return; raise --branch or --samples of 02"),
+            ("other", [{**row, "tokenizer": "other"} for row in rows], critic,
+             f"the agent's tokenizer is not the one of {regression_critic}"),
+            ("pages", [trajectory("p", "<p>", task=page)], sees, None)):
+        path = write(tmp_path / name, content)
+        words = ["--trajectories", path, *flags, "--out", tmp_path / "out"]
+        assert refused(critics, *words) == (f"{path}: {line}" if line else sees_line)
+    assert refused(5, f"a={tmp_path / 'pages'}", *sees, "--out", tmp_path / "out") == sees_line
     assert not (tmp_path / "out").exists()
-
-
-def test_a_critic_that_sees_images_is_no_critic_of_texts(tmp_path):
-    task = {"problem_description": "?", "ground_truth": "<p>"}
-    pages, critic = write(tmp_path / "pages", [trajectory("p", "<p>", task=task)]), tmp_path / "critic"
-    critic.mkdir()
-    write(critic / "critic.json", [{"visual": True, **critic_note("value")}])
-    flags = ["--critic", critic, "--out", tmp_path / "out"]
-    line = f"{critic}: --critic takes a critic that reads text, and this one sees images"
-    assert refused(critics, "--trajectories", pages, *flags) == refused(5, f"a={pages}", *flags) == line

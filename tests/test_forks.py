@@ -2,6 +2,7 @@
 by what their reply tells (gain), SWEET with logged right answers (answers)."""
 import argparse
 import collections
+import functools
 import inspect
 import math
 import random
@@ -13,7 +14,7 @@ import torch
 import common
 from colbench import backend
 from compare import greatest_difference, logps_after, token_logps_after
-from conftest import BASE, call, dies, fork, read, refused, stage, succeed, write
+from conftest import BASE, call, dies, fork, read, refused, stage, succeed, turns, write
 from lib import training
 from lib.data import read_trajectories
 from lib.models import encode, Projection
@@ -224,25 +225,23 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
     """By hand: two passes of the model with the reference as the answer, after the prompt and after the reply."""
     [task] = stage(1).make_tasks(backend, 1, 0, "train", "none")
     answer = encode(tiny[1], backend.answer_message(task)) + [tiny[1].eos_token_id]
-    history = [{"role": "user", "content": task["problem_description"]}]
-    prompt_of = lambda turns: common.prompt_text(tiny[1], {"task": task, "max_rounds": 8, "system_prompt": None,
-                                                             "dialogue_history": [{"role": "assistant"}]}, turns)
     needed = next(fact for fact in task["facts"] if fact["matters"])
     texts = [needed["questions"][0], "What is the weather?", backend.answer_message(task)]
-    candidates = [{"text": text, "ids": [*encode(tiny[1], text), tiny[1].eos_token_id]} for text in texts]
-    row = {"task": task, "prompt": prompt_of(history), "history": history, "max_rounds": 8,
-           "dialogue_history": [{"role": "assistant"}],
-           "candidates": candidates}
+    history = turns(task["problem_description"])
+    row = {"task": task, "history": history, "max_rounds": 8, "dialogue_history": [{"role": "assistant"}]}
+    row["candidates"] = [{"text": text, "ids": [*encode(tiny[1], text), tiny[1].eos_token_id]} for text in texts]
+    prompt_of = functools.partial(common.prompt_text, tiny[1], row)
+    row["prompt"] = prompt_of(history)
     critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
 
-    def logp_of_answer(turns):
-        return token_logps_after(tiny, prompt_of(turns), answer).sum().item()
+    def logp_of_answer(history):
+        return token_logps_after(tiny, prompt_of(history), answer).sum().item()
     with backend.Environment() as world:
         worths = gain.worths(world, [row], critic, tiny[1], 4096, "cpu")[0]
         for text, worth in zip(texts[:2], worths):
-            turns = [*history, {"role": "assistant", "content": text}]
-            turns.append(gain.reply_to(task, turns, world))
-            assert worth == pytest.approx(max(0, logp_of_answer(turns) - logp_of_answer(history)), abs=1e-3)
+            asked = turns(task["problem_description"], text)
+            asked.append(gain.reply_to(task, asked, world))
+            assert worth == pytest.approx(max(0, logp_of_answer(asked) - logp_of_answer(history)), abs=1e-3)
     [scores] = common.score_actions(critic, tiny[1], [stage(4).decision_point(row)], 4096, "cpu")
     assert worths[0] > worths[1] and worths[2] == pytest.approx(scores[2], abs=1e-6)               # an answer
 
