@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items):
     longest = [f"test_{name}.py" for name in (
         "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql",
         "forks",
-        "05", "03", "04", "02", "report", "report_page", "sampler", "study", "pages", "reference", "bad_input")]
+        "05", "03", "04", "02", "report", "report_page", "servers", "study", "pages", "reference", "bad_input")]
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
 
 

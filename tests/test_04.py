@@ -166,30 +166,23 @@ def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, 
 
 # --- prompts
 
-def published(workspace, path, num=6):
-    """The first dialogues as a published file has them: no ids, no numbers of samples, a system prompt of their own in
-    what is logged (this template shows none, so it stands as a turn)."""
-    rows = []
-    for row in read(workspace / "offline.jsonl")[:num]:
-        for key in ("tokenizer", "sample", "max_rounds"):
-            del row[key]
-        for turn in row["dialogue_history"]:
-            turn.pop("output_ids", None)
-            if "input" in turn:
-                turn["input"] = "<|user|>Ask {short} questions.<|end|>" + turn["input"]
-        rows.append(row)
-    write(path, rows)
-    return rows
-
-
 def untrained(path, out, *more):
     return ["--method", "sweet", "--critic", "untrained", "--trajectories", path, "--model", BASE, "--data-frac", 1,
             "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1, "--out", out, *more]
 
 
 def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace, tmp_path, monkeypatch):
-    """Two tasks, three dialogues of each without "sample": what is trained together continues its own prompt."""
-    rows, trained, make = published(workspace, tmp_path / "p.jsonl"), [], common.actions_item
+    """Two tasks, three dialogues of each as a published file has them: no ids, no numbers of samples, a system prompt
+    of their own in what is logged (this template shows none, so it stands as a turn). What is trained together
+    continues its own prompt."""
+    rows, trained, make = read(workspace / "offline.jsonl")[:6], [], common.actions_item
+    for row in rows:
+        for key in ("tokenizer", "sample", "max_rounds"):
+            del row[key]
+        for turn in row["dialogue_history"][1::2]:
+            del turn["output_ids"]
+            turn["input"] = "<|user|>Ask {short} questions.<|end|>" + turn["input"]
+    write(tmp_path / "p.jsonl", rows)
 
     def actions_item(tokenizer, prompt, actions):
         if (tmp_path / "out" / "pairs.jsonl").exists():              # the critic has scored all by then
@@ -221,7 +214,7 @@ def test_bad_candidates_replace_nothing(sweet, workspace, critic, tmp_path):
 # --- lengths
 
 def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
-    published(workspace, tmp_path / "p.jsonl", num=1)
+    write(tmp_path / "p.jsonl", read(workspace / "offline.jsonl")[:1])
     call(4, *untrained(tmp_path / "p.jsonl", tmp_path / "a", "--pairs-together"))
     pairs = read(tmp_path / "a" / "pairs.jsonl")
     paths = [len(encode(tiny[1], pair["prompt"])) + len(pair[side]["ids"]) for pair in pairs

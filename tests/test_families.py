@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import common
-from conftest import ROOT, rows_of_actions
+from conftest import ROOT, rows_of_actions, trajectory, turns
 from lib import models
 from lib.models import load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
 from lib.runtime import InputError, start
@@ -75,15 +75,6 @@ def expected_logps(model, tokenizer):
     return torch.stack(logps)
 
 
-def assert_likeliest_tokens(model, ids):
-    """They are those of transformers' generate."""
-    prompts = [ids, ids[:7]]
-    outputs = generate(model, prompts, torch.full((2, 6), .5), 0, [780, 17])
-    for prompt, ids in zip(prompts, outputs):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=[780, 17])
-        assert ids == expected[0, len(prompt):].tolist()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
     """In rows, padded, and in a tree; and so are the gradients."""
@@ -92,7 +83,11 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
         with pytest.raises(InputError, match=f"a {family} model, .* cannot be sampled from here; run it as a server"):
             generate(model, [[1, 2]], torch.zeros(1, 2), 0, [])
     else:
-        assert_likeliest_tokens(model, common.encode(tokenizer, PROMPT))
+        ids = common.encode(tokenizer, PROMPT)
+        prompts = [ids, ids[:7]]
+        for prompt, ids in zip(prompts, generate(model, prompts, torch.full((2, 6), .5), 0, [780, 17])):
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=[780, 17])
+            assert ids == expected[0, len(prompt):].tolist()
     expected = expected_logps(model, tokenizer)
     expected.pow(2).sum().backward()
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]        # not all biases
@@ -143,11 +138,7 @@ PHI = ("{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}<eot>\n{% endf
 DATED = ("{{ bos_token }}<turn>system\nToday: {{ strftime_now('%d %b %Y') }}<eot>{% for m in messages %}<turn>"
          "{{ m.role }}\n\n{{ m.content | trim }}<eot>{% endfor %}{% if add_generation_prompt %}<turn>assistant\n\n"
          "{% endif %}")
-TRAJECTORY = {"task": {"problem_description": "f", "ground_truth": "def f(): 1", "test_cases": {}}, "task_id": "t",
-              "sample": 0, "dialogue_history": [{"role": "user", "content": "the fee"},
-                                                {"role": "assistant", "content": "What fee?"},
-                                                {"role": "user", "content": "12"},
-                                                {"role": "assistant", "content": "Thanks"}]}
+TRAJECTORY = {**trajectory("t", ""), "dialogue_history": turns("the fee", "What fee?", "12", "Thanks")}
 
 
 @pytest.mark.parametrize("template", [GEMMA, MISTRAL, PHI, DATED])
@@ -157,18 +148,18 @@ def test_turns_that_are_rendered_again_end_as_in_the_template(template):
                                   "eos_token": "<eos>"})
     tokenizer.chat_template = template
     end, other = tokenizer.convert_tokens_to_ids(["<eot>", "<eos>"] if template != MISTRAL else ["<eos>", "<eot>"])
-    turns = common.agent_turns(tokenizer, TRAJECTORY)
-    [row] = common.rows_of_trajectory(tokenizer, turns, TRAJECTORY["task"])
+    agent_turns = common.agent_turns(tokenizer, TRAJECTORY)
+    [row] = common.rows_of_trajectory(tokenizer, agent_turns, TRAJECTORY["task"])
     for number, text in enumerate(["What fee?", "Thanks"]):
         ids = [token for token, action in zip(row.ids, row.turn_ids) if action == number]
         assert ids[-1] == end and other not in ids and tokenizer.decode(ids[:-1]).strip() == text
     system = common.our_system(TRAJECTORY)
-    for prompt, _ in turns:
+    for prompt, _ in agent_turns:
         assert prompt.count(system) == 1
         if template in (GEMMA, MISTRAL):                            # which refuse a system message
             assert f"{system}\n\nthe fee" in prompt
     if template != PHI:
-        assert common.encode(tokenizer, turns[1][0]).count(tokenizer.bos_token_id) == 1
+        assert common.encode(tokenizer, agent_turns[1][0]).count(tokenizer.bos_token_id) == 1
     model = model_of("llama")
     model.generation_config.eos_token_id = 17
     assert stop_ids(model, tokenizer) == sorted({17, tokenizer.eos_token_id, end})

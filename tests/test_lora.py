@@ -44,10 +44,14 @@ def points_of(few):
                                  [])]
 
 
+def outputs_of(scorer):
+    """What a scorer says of AN_ITEM's turns."""
+    return common.action_outputs(scorer, AN_ITEM, 4096, "cpu")[0]
+
+
 def values_of(model):
-    """What a transformers model says of AN_ITEM's turns."""
-    with torch.no_grad():
-        return common.Scorer(model)(common.collate(AN_ITEM))
+    """What a transformers model says of them."""
+    return outputs_of(common.Scorer(model))
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +131,6 @@ def test_ranks_and_checkpointing_change_nothing_but_the_last_digits(few, tmp_pat
 
 
 # --- the model without its adapter
-
-def outputs_of(scorer):
-    return common.action_outputs(scorer, AN_ITEM, 4096, "cpu")[0]
-
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtype):
