@@ -57,14 +57,6 @@ def stage(number):
     return importlib.import_module(next(ROOT.glob(f"{number:02d}_*.py")).stem)
 
 
-def rows_of_actions(tokenizer, prompt, actions):
-    """What common.actions_item says in one row, a tree, as a row for each action."""
-    import common
-    read = common.encode(tokenizer, prompt)
-    return [common.Row(read + list(action), [-1] * len(read) + [number] * len(action))
-            for number, action in enumerate(actions)]
-
-
 def fork(name):
     """Import a fork of 04, examples/grpo.py say, as a module."""
     return importlib.import_module(f"examples.{name}")

@@ -12,7 +12,7 @@ import torch
 import common
 from colbench import backend, frontend
 from compare import assert_same_steps, greatest_difference, set_weights, weights
-from conftest import BASE, call, dies, policy_flags, read, refused, rows_of_actions, stage, succeed, write
+from conftest import BASE, call, dies, policy_flags, read, refused, stage, succeed, write
 from lib import training
 from lib.data import read_trajectories
 from lib.models import load_model, weights_fingerprint
@@ -98,7 +98,7 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tiny):
 
 
 @pytest.mark.parametrize("head", ["regression", "value"])
-def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny, monkeypatch):
+def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
     out = tmp_path / head
     printed = call(3, *flags(workspace, out, "--head", head, "--held-out-frac", 0, "--max-steps", 10, "--epochs", 16,
                              "--beta", 1, "--lr", 3e-3))
@@ -114,7 +114,7 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny, monkeyp
     critic = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
     points = [point_of(read(workspace / "offline.jsonl")[0], [7, 8], [7, 8])]
     (a, b, c), = common.score_actions(critic, tiny[1], points, 4096, "cpu")
-    monkeypatch.setattr(common, "actions_item", rows_of_actions)
+    critic.scorer.takes_trees = False
     (plain, *_), = common.score_actions(critic, tiny[1], points, 4096, "cpu")
     assert b == c != a and a == pytest.approx(plain, abs=1e-5)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import common
-from conftest import ROOT, rows_of_actions, trajectory, turns
+from conftest import ROOT, trajectory, turns
 from lib import models
 from lib.models import load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
 from lib.runtime import InputError, start
@@ -92,10 +92,12 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
     expected.pow(2).sum().backward()
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]        # not all biases
     gradients = [parameter.grad.clone() for parameter in trained]
-    other, scorer = "<|user|>the fee<|end|><|assistant|>", common.Scorer(model)         # a second row: padding
-    for item_of in (common.actions_item, rows_of_actions):
+    other = "<|user|>the fee<|end|><|assistant|>"                    # a second row: padding
+    items = [common.actions_item(tokenizer, PROMPT, ACTIONS), common.actions_item(tokenizer, other, ACTIONS[:2])]
+    scorer = common.Scorer(model)
+    for takes_trees in {scorer.takes_trees, False}:
+        scorer.takes_trees = takes_trees
         model.zero_grad()
-        items = [item_of(tokenizer, PROMPT, ACTIONS), item_of(tokenizer, other, ACTIONS[:2])]
         logps, [*_, missing] = scorer(scorer.collate(items, "cpu"))
         torch.testing.assert_close(logps, expected, atol=1e-4, rtol=0)
         assert missing == 0                                         # the second has two actions alone
@@ -215,8 +217,8 @@ def test_what_is_longer_than_the_model_takes_is_one_line(tokenizer, tmp_path):
     assert len(fitting[0].ids) > 256
     logps = common.action_outputs(common.Scorer(model), [fitting], 4096, "cpu")
     assert logps[0].isfinite().all()
-    for item_of in (common.actions_item, rows_of_actions):
-        long = item_of(tokenizer, PROMPT, [[33] * 240, [60, 780]])
+    tree = common.actions_item(tokenizer, PROMPT, [[33] * 240, [60, 780]])
+    for long in (tree, common.without_trees(tree)):
         with pytest.raises(InputError, match=r"takes 256 tokens, and a prompt with its action has up to \d+ "):
             common.action_outputs(common.Scorer(model), [long], 4096, "cpu")
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import common
 from colbench import backend
 from compare import weights
-from conftest import BASE, call, read, ROOT, rows_of_actions, stage, trajectory, write
+from conftest import BASE, call, read, ROOT, stage, trajectory, write
 from lib import engine as engine_module
 from lib.engine import Engine
 from lib.models import load_tokenizer
@@ -43,7 +43,8 @@ def small_model(device="cpu", dtype="float32"):
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_log_probabilities_of_rows_and_of_a_tree(dtype):
     tokenizer = load_tokenizer(str(BASE))
-    items = [common.actions_item(tokenizer, PROMPT, ACTIONS), rows_of_actions(tokenizer, PROMPT, ACTIONS)]
+    tree = common.actions_item(tokenizer, PROMPT, ACTIONS)
+    items = [tree, common.without_trees(tree)]
     lengths = torch.tensor([len(action) for action in ACTIONS * 2])
 
     def logps(device, dtype):
