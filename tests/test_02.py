@@ -221,17 +221,14 @@ def test_the_judge_compares_in_both_orders(replies, chosen, counted):
     assert judge.verdicts == {counted: 1}
 
 
-def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts(monkeypatch):
-    picked_from = []
-
-    async def second(dialogue, messages, *_):
-        picked_from.extend(messages)
-        return 1
-    monkeypatch.setattr(rollout, "judge_choice", second)
+def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts():
+    def judged(chat, _):
+        text = chat[0]["content"]
+        assert "plan 0" not in text and "plan 1" not in text
+        return ["A" if text.index("What 1?") < text.index("What 0?") else "B"]
     agent = Says(lambda _, n: [f"plan {number}</think>What {number}?" for number in range(n)], "prompt<think>")
-    turn = asyncio.run(rollout.agent_turn(first_dialogue(TASK), players(agent=agent, judge=Sampler()),
-                                          parsed("--best-of", 2, "--critic", "judge:x")))
-    assert picked_from == ["What 0?", "What 1?"]
+    both = players(agent=agent, judge=Says(judged))
+    turn = asyncio.run(rollout.agent_turn(first_dialogue(TASK), both, parsed("--best-of", 2, "--critic", "judge:x")))
     assert (turn["content"], turn["output"], turn["output_ids"]) == ("What 1?", "plan 1</think>What 1?", [1])
 
 

@@ -70,6 +70,8 @@ MISTAKES = {                    # {stage and flags: how the line begins}
     "3 --trajectories DEMOS --model tests": "tests: no model of this name",
     "2 --tasks TASKS --agent ./nowhere": "./nowhere: no such folder",
     "2 --tasks TASKS --agent MODEL --system-prompt NONE": "NONE: no such file or directory",
+    "4 --method sweet --trajectories DEMOS --model MODEL --critic untrained --reference-sees-c yes":
+        "--critic untrained: scores every action 0 with a reference that sees c",
     "5 a=DATA": "DATA: is a directory", "1 --check NONE": "NONE: no such file or directory",
     "4 --method sweet --trajectories DEMOS --model MODEL --critic MODEL/config.json":
         "MODEL/config.json: a file; a critic is a folder of 03_train_critic.py, MODEL perhaps"}

@@ -1,7 +1,6 @@
 """The forks of 04 in examples/: policy gradient with group baselines (grpo), self-distillation (distill), turns ranked
 by what their reply tells (gain), SWEET with logged right answers (answers)."""
 import argparse
-import collections
 import functools
 import inspect
 import math
@@ -26,11 +25,9 @@ SMALL = ["--data-frac", 0.25, "--num-candidates", 6, "--max-new-tokens", 60, "--
 @pytest.fixture(scope="module")
 def few(workspace, tmp_path_factory):
     """A file of 18 dialogues of six tasks, where one task's are equally good."""
-    rows, returns = read(workspace / "offline.jsonl"), collections.defaultdict(set)
-    for row in rows:
-        returns[row["task_id"]].add(row["reward"] == 1)
-    tasks = sorted(returns, key=lambda task: len(returns[task]))
-    tasks = [tasks[0], *tasks[-5:]]
+    rows = read(workspace / "offline.jsonl")
+    won, lost = ({row["task_id"] for row in rows if (row["reward"] == 1) == outcome} for outcome in (True, False))
+    tasks = [*sorted(won ^ lost)[:1], *sorted(won & lost)[:5]]
     return write(tmp_path_factory.mktemp("few") / "few.jsonl", [row for row in rows if row["task_id"] in tasks])
 
 
