@@ -35,9 +35,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """The longest files come first, so that no worker is left alone with one at the end."""
     longest = [f"test_{name}.py" for name in (
-        "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql",
-        "forks",
-        "05", "03", "04", "02", "report", "report_page", "servers", "study", "pages", "reference", "bad_input")]
+        "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql", "forks", "servers", "05",
+        "03", "04", "02", "report", "report_page", "study", "pages", "reference", "bad_input")]
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
 
 
@@ -82,21 +81,22 @@ def killed(process):
     return ended(process)
 
 
-def rank_environments(ranks):
-    """What torchrun sets for each of its processes."""
+def begin_ranks(ranks, script, *arguments, folder):
+    """Start a stage on `ranks` processes as torchrun does; returns them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": str(port)} for rank in range(ranks)]
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = []
+    for rank in range(ranks):
+        environment = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        processes.append(begin(script, *arguments, folder=folder, rank=rank, environment=environment))
+    return processes
 
 
 def run(script, *arguments, ranks=1):
-    """Run a stage as a user would, on `ranks` processes as torchrun starts them; returns the finished (first) one."""
+    """Run a stage as a user would, on `ranks` processes; returns the finished (first) one."""
     with tempfile.TemporaryDirectory() as folder:
-        environments = rank_environments(ranks) if ranks > 1 else [{}]
-        processes = [begin(script, *arguments, folder=folder, rank=rank, environment=environment)
-                     for rank, environment in enumerate(environments)]
-        statuses = [ended(process) for process in processes]
+        statuses = [ended(process) for process in begin_ranks(ranks, script, *arguments, folder=folder)]
         texts = [pathlib.Path(folder, f"0.{name}").read_text() for name in ("out", "err")]
         return subprocess.CompletedProcess([script, *arguments], max(statuses, key=abs), *texts)
 

@@ -161,25 +161,23 @@ def test_subsets_are_nested_and_hold_whole_tasks(workspace):
 
 
 def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny):
-    _, tokenizer = tiny
+    """In rows of this tokenizer; of a published file; of one with another template's prompts and no ids."""
     row = read(workspace / "offline.jsonl")[0]
-    counts = collections.Counter()
-    own = common.agent_turns(tokenizer, row, counts)
-    published = {k: v for k, v in row.items() if k not in ("tokenizer", "max_rounds")}
-    logged = common.agent_turns(tokenizer, published, counts)
-    other = json.loads(json.dumps(published))
-    for turn in other["dialogue_history"]:
-        turn.pop("output_ids", 0)
-        if "input" in turn:
-            turn["input"] = "<|start_header_id|>assistant<|end_header_id|>\n\n"           # another template's prompt
-    again = common.agent_turns(tokenizer, other, counts)
-    assert counts == dict.fromkeys(("as sampled", "as logged", "rendered again"), len(own))
-    assert logged == own and [ids for _, ids in again] == [ids for _, ids in own]
+    published = {key: value for key, value in row.items() if key not in ("tokenizer", "max_rounds")}
+    other, branched = copy.deepcopy(published), copy.deepcopy(row)
+    for turn in other["dialogue_history"][1::2]:
+        del turn["output_ids"]
+        turn["input"] = "<|start_header_id|>assistant<|end_header_id|>\n\n"
     for key in ("input", "output", "output_ids"):                    # as 02 --branch keeps the turns before its own
-        del row["dialogue_history"][1][key]
-    counts = collections.Counter()
-    assert [ids for _, ids in common.agent_turns(tokenizer, row, counts)] == [ids for _, ids in own]
-    assert counts == {"rendered again": 1, "as sampled": len(own) - 1}
+        del branched["dialogue_history"][1][key]
+    counts = [collections.Counter() for _ in range(4)]
+    own, logged, again, mixed = map(common.agent_turns, [tiny[1]] * 4, (row, published, other, branched), counts)
+    n = len(own)
+    assert counts == [{"as sampled": n}, {"as logged": n}, {"rendered again": n},
+                      {"rendered again": 1, "as sampled": n - 1}]
+    assert logged == own
+    for turns in (again, mixed):
+        assert [ids for _, ids in turns] == [ids for _, ids in own]
 
 
 def test_presets_set_table_5_and_explicit_flags_win(capsys):

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 from compare import assert_same_steps, furthest, greatest_difference, set_weights, weights
-from conftest import BASE, begin, call, ended, rank_environments, read, succeed
+from conftest import BASE, begin_ranks, call, ended, read, succeed
 from lib.models import load_model, Projection, save_model, Sharding, use_grouped_attention
 from lib.runtime import InputError, Runtime, start
 from lib.training import epoch_batches, learning_rate, rank_batches
@@ -314,8 +314,7 @@ def kill_after_a_state(workspace, out, folder, steps=1, ranks=1, pause_s=0.0):
     def last_state():
         return max((int(path.parent.name) for path in out.glob("states/*/.metadata")), default=0)
     wanted, began = last_state() + steps, time.monotonic()
-    processes = [begin("04_train_policy.py", *flags(workspace, out), folder=folder, rank=rank, environment=environment)
-                 for rank, environment in enumerate(rank_environments(ranks))]
+    processes = begin_ranks(ranks, "04_train_policy.py", *flags(workspace, out), folder=folder)
     while time.monotonic() - began < 90 and last_state() < wanted:
         time.sleep(0.005)
     time.sleep(pause_s)
