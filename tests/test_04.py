@@ -74,6 +74,10 @@ def test_pairs_are_better_half_against_worse_half():
     pairs = policy_stage.candidate_pairs(row, 200, random.Random(0))
     assert len(pairs) == 200
     assert {a for a, _ in pairs} == {1, 3, 5, 7} and {b for _, b in pairs} == {0, 2, 4, 6}  # 8 is the middle, 9 was cut
+    row = {"candidates": candidates[:6], "advantages": [6, 5, 4, 3, 2, 1]}
+    pairs = policy_stage.candidate_pairs(row, 200, random.Random(0), barred=[0, 2, 4])       # never chosen (answers.py)
+    assert {a for a, _ in pairs} == {1} and {b for _, b in pairs} == {3, 4, 5}
+    assert policy_stage.candidate_pairs(row, 200, random.Random(0), barred=[0, 1, 2]) == []
     same = {"candidates": [{"ids": [1], "ended": True}] * 4, "advantages": [0.0] * 4}
     assert policy_stage.candidate_pairs(same, 4, random.Random(0)) == []
 

@@ -4,7 +4,6 @@ import argparse
 import functools
 import inspect
 import math
-import random
 import re
 
 import pytest
@@ -277,13 +276,6 @@ def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny, ca
     fitting = answers.read_right_answers(wins, tokenizer, args)
     assert fitting == [item for item in items[1:] if len(item[0].ids) == args.max_length]
     assert f"{len(wins) - len(fitting)} more do not stand in the last turn, or are longer" in capsys.readouterr().out
-
-
-def test_barred_candidates_are_never_chosen_and_may_be_rejected():
-    row = {"candidates": [{"ids": [n], "ended": True} for n in range(6)], "advantages": [6, 5, 4, 3, 2, 1]}
-    pairs = stage(4).candidate_pairs(row, 200, random.Random(0), barred=[0, 2, 4])
-    assert {a for a, _ in pairs} == {1} and {b for _, b in pairs} == {3, 4, 5}
-    assert stage(4).candidate_pairs(row, 200, random.Random(0), barred=[0, 1, 2]) == []
 
 
 def test_by_outcome_answers_are_chosen_where_the_logged_answer_was_right(runs, few):
