@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 from colbench import backend
+from compare import token_logps_after
 from conftest import BASE, turns, write
 from lib.data import read_tasks, read_trajectories
 from lib.engine import Engine
@@ -109,16 +110,6 @@ def test_collate_pads_on_the_right():
 
 # --- log-probabilities
 
-def some_items(tokenizer):
-    words = ["▁the▁", "▁fee▁", "▁price▁", "▁What▁", "?", "▁12▁", "▁8▁"]
-    items = []
-    for n in range(3):
-        prompt = ids_of(tokenizer, U, *(words[(n * 3 + k) % 7] for k in range(4 + 3 * n)), E, A)
-        action = ids_of(tokenizer, *(words[(n + k) % 7] for k in range(2 + n)), E)
-        items.append([common.Row(prompt + action, [-1] * len(prompt) + [0] * len(action))])
-    return items
-
-
 def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny):
     items = [[common.Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [common.Row([5, 6, 7], [-1, 0, 0])]]
     expected = common.Scorer(tiny[0])(common.collate(items))
@@ -131,16 +122,15 @@ def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny
 def test_action_logps_against_a_plain_softmax_alone_and_padded(tiny):
     """(Trees against rows, and gradients: test_families.py.)"""
     model, tokenizer = tiny
-    items, expected = some_items(tokenizer), []
     scorer = common.Scorer(model)
+    told = [(f"{U}the fee{E}{A}", ids_of(tokenizer, "▁What▁", "?", E)), (f"{U}12{E}{A}", ids_of(tokenizer, "▁8▁", E)),
+            (f"{U}the price of the fee{E}{A}", ids_of(tokenizer, "▁Thanks▁", "▁the▁", "▁fee▁", E))]
+    items = [common.rows_of_trajectory(tokenizer, [turn]) for turn in told]
+    expected = torch.stack([token_logps_after(tiny, *turn).sum() for turn in told])[:, None]
     with torch.no_grad():
-        for [row] in items:
-            logits = model(torch.tensor([row.ids])).logits[0].double()
-            expected.append([sum(torch.log_softmax(logits[i - 1], -1)[row.ids[i]].item()
-                                 for i in range(len(row.ids)) if row.turn_ids[i] == 0)])
         together = scorer(common.collate(items))
         alone = torch.cat([scorer(common.collate([item])) for item in items])
-    torch.testing.assert_close(alone.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-4, rtol=0)
+    torch.testing.assert_close(alone.double(), expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
     listed = common.action_outputs(scorer, items, 20, "cpu")
     torch.testing.assert_close(torch.stack(listed), alone, atol=1e-4, rtol=0)
