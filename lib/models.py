@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from colbench.schema import label, record
-from lib.runtime import files_digest, InputError, is_main, on_main, one_line, read_json, say
+from lib.runtime import files_digest, InputError, is_main, on_main, one_line, optional, read_json, say
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = record({"base_model_name_or_path": label})
@@ -187,10 +187,15 @@ def weights_fingerprint(name):
                         if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
 
 
+def read_config(name):
+    """The configuration of a folder, a hub id or "smollm2"."""
+    from transformers import AutoConfig
+    return from_pretrained(AutoConfig, name)
+
+
 def max_positions(name):
     """most_positions of a folder, a hub id or "smollm2"."""
-    from transformers import AutoConfig
-    return most_positions(from_pretrained(AutoConfig, name))
+    return most_positions(read_config(name))
 
 
 def most_positions(config):
@@ -209,7 +214,7 @@ def reads_images(name):
     import transformers
     if name == "smollm2":                                           # whose file takes seconds to read
         return False
-    return class_of(from_pretrained(transformers.AutoConfig, name)) is transformers.AutoModelForImageTextToText
+    return class_of(read_config(name)) is transformers.AutoModelForImageTextToText
 
 
 def class_of(config):
@@ -628,11 +633,7 @@ def save_adapter(folder, model, tokenizer, tensors):
 # adapters: LoRA by the package peft
 
 def import_peft():
-    try:
-        import peft  # here, because it is optional and its import takes seconds
-    except ImportError:
-        raise InputError("LoRA adapters need peft: pip install peft") from None
-    return peft
+    return optional("peft", "LoRA adapters need")                   # here, because its import takes seconds
 
 
 def is_adapter(name):
@@ -643,10 +644,9 @@ def is_adapter(name):
 
 def base_of(folder):
     """The name of the model that an adapter folder belongs to; InputError that says what to do where it is not here."""
-    from transformers import AutoConfig
     base = read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ADAPTER)["base_model_name_or_path"]
     try:
-        from_pretrained(AutoConfig, base)
+        read_config(base)
     except InputError as error:
         raise InputError(f"{folder}: its base model cannot be used ({error}); write where it is into {folder}/"
                          f"{ADAPTER_CONFIG} (base_model_name_or_path)") from None
@@ -668,18 +668,16 @@ def check_base(folder):
 def lora_config(name, rank, targets, merge):
     """The new adapter that --lora RANK and its flags ask for (a peft LoraConfig), checked against the model of a name;
     None without a rank."""
+    if rank is None and (targets or merge):
+        raise InputError(f"--{'lora-targets' if targets else 'merge'} goes with --lora RANK")
     if rank is None:
-        for flag, value in (("lora-targets", targets), ("merge", merge)):
-            if value:
-                raise InputError(f"--{flag} goes with --lora RANK")
         return None
-    from transformers import AutoConfig
     if is_adapter(name):
         raise InputError(f"--lora: {name} is an adapter itself; make it with --merge, as a whole model")
     config = import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
                                       target_modules=targets or "all-linear", base_model_name_or_path=name)
     with torch.device("meta"):
-        add_adapter(meta_model(from_pretrained(AutoConfig, name)), config)
+        add_adapter(meta_model(read_config(name)), config)
     return config
 
 

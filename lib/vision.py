@@ -8,7 +8,8 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from lib.models import decode, encode, from_pretrained, load_tokenizer, loading, plain_chat, render_chat, stop_ids
+from lib import models
+from lib.models import decode, encode, from_pretrained, read_config, render_chat
 from lib.runtime import InputError, on_main, say
 from lib.servers import Reply
 
@@ -23,12 +24,12 @@ def load_processor(name):
     """A vision-language model's tokenizer, chat template and image processor in one. Qwen2-VL's is put together without
     the video processor, which needs torchvision, and scales images down to MAX_PIXELS, if not to fewer."""
     import transformers
-    if not from_pretrained(transformers.AutoConfig, name).model_type.startswith("qwen"):
+    if not read_config(name).model_type.startswith("qwen"):
         return from_pretrained(transformers.AutoProcessor, name)
-    with loading(name):
+    with models.loading(name):
         kind = type("Qwen2VLProcessor", (transformers.Qwen2VLProcessor,),
                     {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
-        tokenizer = load_tokenizer(name)
+        tokenizer = models.load_tokenizer(name)
         images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name)
         if images.size["longest_edge"] > MAX_PIXELS:
             images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name, max_pixels=MAX_PIXELS)
@@ -38,7 +39,7 @@ def load_processor(name):
 def load_vision(name, device, dtype="float32"):
     """(model, processor) of any vision-language model, for vision_reply."""
     import transformers
-    if type(from_pretrained(transformers.AutoConfig, name)) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if type(read_config(name)) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise InputError(f"{name}: sees no images; name a vision-language model (Qwen2-VL, say)")
     model = from_pretrained(transformers.AutoModelForImageTextToText, name, dtype=getattr(torch, dtype))
     return model.to(device).eval(), load_processor(name)
@@ -47,14 +48,13 @@ def load_vision(name, device, dtype="float32"):
 def critic_processor(name, head, domain, path):
     """The processor of a model that is trained as a critic which sees; InputError where it cannot be one.
     head: --head. path: of the trajectories, which are of the domain."""
-    from transformers import AutoConfig
     if not domain.views:
         raise InputError(f"{name}: a model that sees can be no critic of {domain.NOUN}s ({path}), which have nothing "
                          "to see; name a language model")
     if head == "lm":
         raise InputError(f"{name}: a model that sees needs --head regression (or value); one by --head lm reads the "
                          "reference's text, with any language model")
-    if not from_pretrained(AutoConfig, name).model_type.startswith("qwen"):
+    if not read_config(name).model_type.startswith("qwen"):
         raise InputError(f"{name}: a visual critic must be of the Qwen2-VL family")
     processor = load_processor(name)
     say(f"a visual critic; images are scaled to at most {processor.image_processor.size['longest_edge']:,} pixels")
@@ -69,10 +69,10 @@ def vision_reply(model, processor, messages, max_new_tokens):
     """The likeliest Reply of a vision-language model (load_vision) to messages whose contents are lists of
     {"type": "text", "text"} and {"type": "image", "path" or "image"}."""
     from transformers import GenerationConfig
-    messages = plain_chat(processor.tokenizer, messages)
+    messages = models.plain_chat(processor.tokenizer, messages)
     inputs = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True,
                                            return_tensors="pt").to(model.device, model.dtype)
-    stops, length = stop_ids(model, processor.tokenizer), inputs["input_ids"].shape[1]
+    stops, length = models.stop_ids(model, processor.tokenizer), inputs["input_ids"].shape[1]
     # every field that a model's own generation_config may set
     config = GenerationConfig(do_sample=False, temperature=None, top_k=None, top_p=None, num_beams=1,
                               repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
@@ -104,17 +104,18 @@ def show_documents(domain, open_environment, documents):
     return files
 
 
+def views_of(sight, task, history, sees_c):
+    """The view of the last turn of a dialogue, the agent's. sees_c: c is shown, too."""
+    return tuple(sight.domain.views(task, history, sees_c))
+
+
 def turn_rows(sight, trajectories, sees_c):
-    """Of each trajectory a list of rows, one for each agent turn. sees_c: c is shown, too."""
+    """Of each trajectory a list of rows, one for each agent turn."""
     views = []
     for trajectory in trajectories:
-        history = trajectory["dialogue_history"]
-        turn_views = []
-        for number, turn in enumerate(history):
-            if turn["role"] == "assistant":
-                view = sight.domain.views(trajectory["task"], history[:number + 1], sees_c)
-                turn_views.append(tuple(view))
-        views.append(turn_views)
+        task, history = trajectory["task"], trajectory["dialogue_history"]
+        ends = [number for number, turn in enumerate(history, 1) if turn["role"] == "assistant"]
+        views.append([views_of(sight, task, history[:end], sees_c) for end in ends])
     row_of = view_rows(sight, views)
     return [list(map(row_of.get, turn_views)) for turn_views in views]
 
@@ -123,11 +124,8 @@ def action_views(sight, points, sees_c):
     """What each action of some common.DecisionPoints would show: of each point a list of views."""
     views = []
     for point in points:
-        point_views = []
-        for text in point.texts:
-            history = [*point.history, {"role": "assistant", "content": text}]
-            point_views.append(tuple(sight.domain.views(point.task, history, sees_c)))
-        views.append(point_views)
+        actions = [{"role": "assistant", "content": text} for text in point.texts]
+        views.append([views_of(sight, point.task, [*point.history, action], sees_c) for action in actions])
     return views
 
 

@@ -115,9 +115,10 @@ def train(name, is_tiny):
     num_tokens = num_rows * len(items[0][0].ids)
     num_flop = (4 if rank else 6) * num_parameters(scorer.model) * num_tokens
     planned = memory.PlannedStep(1, sharding, num_rows, len(items[0][0].ids), False, form[0] > 0, lora)
+    plan = memory.memory_plan(memory.planned_model(config_of(shape), planned), planned, common.token_logps)
     yield {"model": shape, "first_s": first_s, "tokens": num_tokens, "tokens_per_s": num_tokens / seconds,
            "ms": 1000 * seconds, "peak_gb": peak_memory_mb() * 2 ** 20 / 1e9, "mfu": num_flop / seconds / PEAK,
-           "plan_gb": memory.memory_plan(config_of(shape), planned, common.token_logps)["total"] / 1e9}
+           "plan_gb": plan["total"] / 1e9}
 
 
 def train_by_trl(name, is_tiny):

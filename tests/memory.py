@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
-from lib.memory import memory_plan, PlannedStep  # noqa: E402
+from lib.memory import memory_plan, planned_model, PlannedStep  # noqa: E402
 from lib.models import add_adapter, import_peft, Sharding  # noqa: E402
 from lib.runtime import Runtime  # noqa: E402
 from lib.training import adamw  # noqa: E402
@@ -32,7 +32,7 @@ def main():
                          num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
     sharding = Sharding(dtype, bool(checkpointing))
     planned = PlannedStep(world_size, sharding, rows, tokens, micro_batches > 1, bool(tree), lora)
-    plan = memory_plan(config, planned, common.token_logps)
+    plan = memory_plan(planned_model(config, planned), planned, common.token_logps)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
     def step(width):
