@@ -62,9 +62,9 @@ def measure_gates(trajectories, domain, model_name, device):
     for kind, without_c, with_c in zip(kinds, logps, logps_with_c):
         by_kind.setdefault(kind, []).append((without_c.item(), with_c.item()))
     gates = {}
-    for kind in sorted(by_kind):
-        without_c, with_c = map(statistics.mean, zip(*by_kind[kind]))
-        gates[kind] = {"n": len(by_kind[kind]), "without_c": without_c, "with_c": with_c}
+    for kind, pairs in sorted(by_kind.items()):
+        without_c, with_c = map(statistics.mean, zip(*pairs))
+        gates[kind] = {"n": len(pairs), "without_c": without_c, "with_c": with_c}
     return gates
 
 
@@ -111,15 +111,28 @@ def return_correlation(points, returns, scores):
     }
 
 
+def measure_ranks(args, trajectories, domain, device):
+    """return_correlation of a critic on dialogues of 02 --branch."""
+    critic = common.read_critic(args.critic, None, domain)
+    if critic.is_visual:
+        raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
+    tokenizer = load_tokenizer(args.critic)
+    if tokenizer_name(tokenizer) != trajectories[0].get("tokenizer"):
+        raise InputError(f"{args.trajectories}: the agent's tokenizer is not the one of {args.critic}")
+    points, returns = decision_points(args.trajectories, trajectories, domain)
+    critic = common.load_critic(critic, common.load_whole(device))
+    scores = common.score_actions(critic, tokenizer, points, MAX_TOKENS, device)
+    return return_correlation(points, returns, scores)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 def gate_lines(gates, model_name):
-    rows = []
+    lines = [f"{model_name}: log-probability of a turn, of at most {MAX_DIALOGUES} dialogues",
+             "                            n  without c     with c"]
     for kind, gate in gates.items():
-        logps = [f"{gate[key]:.2f}" for key in ("without_c", "with_c")]
-        rows.append([kind, str(gate["n"]), *logps])
-    table = statistics.aligned(["", "n", "without c", "with c"], rows)
-    return [f"{model_name}: log-probability of a turn, of at most {MAX_DIALOGUES} dialogues", *table]
+        lines.append("{:22} {n:6,} {without_c:10.2f} {with_c:10.2f}".format(kind, **gate))
+    return lines
 
 
 def parse_args(argv=None):
@@ -137,38 +150,24 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     device = start(0).device
-    out = pathlib.Path(args.out)
+    out, inputs = pathlib.Path(args.out), [args.trajectories, args.gates, args.critic]
     trajectories = data.read_trajectories(args.trajectories)
     domain = domain_of(trajectories[0]["task"])
-    if args.gates:
-        if any(domain.turn_kind(row["task"], [], "") is None for row in trajectories):
-            raise InputError(f"{args.trajectories}: --gates needs template tasks (01), which say what a turn is worth")
-    else:
-        critic = common.read_critic(args.critic, None, domain)
-        if critic.is_visual:
-            raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
-        tokenizer = load_tokenizer(args.critic)
-        if tokenizer_name(tokenizer) != trajectories[0].get("tokenizer"):
-            raise InputError(f"{args.trajectories}: the agent's tokenizer is not the one of {args.critic}")
-        points, returns = decision_points(args.trajectories, trajectories, domain)
-    inputs = [args.trajectories, args.gates, args.critic]
+    if args.gates and any(domain.turn_kind(row["task"], [], "") is None for row in trajectories):
+        raise InputError(f"{args.trajectories}: --gates needs template tasks (01), which say what a turn is worth")
     if is_done(vars(args), out, inputs, folder=True):
         return
-    begin_output(vars(args), out, inputs, folder=True)
-
     if args.gates:
-        gates = measure_gates(trajectories, domain, args.gates, device)
-        write_json(out / "gates.json", gates)
-        say(*gate_lines(gates, args.gates))
+        name, measured = "gates.json", measure_gates(trajectories, domain, args.gates, device)
+        lines = gate_lines(measured, args.gates)
     else:
-        critic = common.load_critic(critic, common.load_whole(device))
-        scores = common.score_actions(critic, tokenizer, points, MAX_TOKENS, device)
-        ranks = return_correlation(points, returns, scores)
-        write_json(out / "ranks.json", ranks)
-        interval = statistics.interval(ranks["ci95"])
-        say(f"{args.critic}: rank correlation {ranks['rank_correlation']:.3f} {interval}, {ranks['num_states']} states")
+        name, measured = "ranks.json", measure_ranks(args, trajectories, domain, device)
+        correlation, interval = measured["rank_correlation"], statistics.interval(measured["ci95"])
+        lines = [f"{args.critic}: rank correlation {correlation:.3f} {interval}, {measured['num_states']} states"]
+    begin_output(vars(args), out, inputs, folder=True)
+    write_json(out / name, measured)
     (out / "COMPLETED").touch()
-    say(f"writes {out}")
+    say(*lines, f"writes {out}")
 
 
 if __name__ == "__main__":

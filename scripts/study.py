@@ -15,7 +15,6 @@ make an arm again with other settings or other code, remove it: rm -r OUT/seed*/
     python scripts/study.py mtdpo --split validation --grid lr=1e-4,3e-4 epochs=2,4             a search
     python scripts/study.py base rft mtdpo sweet --chain 0 --out out    the chain of run.sh: one seed, in OUT itself
 """
-import argparse
 import collections
 import concurrent.futures
 import csv
@@ -64,8 +63,7 @@ def run_step(out, words, ranks=1, threads=1):
         status = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
     text = log.read_text()
     if status != 0:
-        last_lines = "\n".join(text.splitlines()[-20:])
-        print(f"{last_lines}\nfailed: {out} (whole log: {log})", file=sys.stderr, flush=True)
+        print(*text.splitlines()[-20:], f"failed: {out} (whole log: {log})", sep="\n", file=sys.stderr)
         sys.exit(1)
     done.write_text(str(command))
     seconds = time.monotonic() - begin
@@ -86,10 +84,9 @@ def is_done(done, command):
 
 
 def show(text):
-    """Print the tables of what a stage has printed."""
+    """Print the tables of what a stage has printed: no bars, nor what it reads and writes."""
     for line in text.splitlines():
-        is_bar = "%|" in line or line.isspace()
-        if not (is_bar or line.startswith(("reads ", "writes ", "arguments: "))):
+        if not re.match(r"reads |writes |arguments: |.*%\||\s+$", line):
             print(line)
 
 
@@ -104,7 +101,7 @@ class Run(typing.NamedTuple):
     settings: dict                                                   # {flag of 04: value} of a search
     round: int
     seed: int
-    args: argparse.Namespace
+    args: object                                                     # of the command line
     domain: dict                                                     # of read_domain
 
     @property
@@ -152,8 +149,7 @@ class Run(typing.NamedTuple):
         return out
 
     def tasks(self, name, **flags):
-        program = f"01_generate_tasks.py --domain {self.domain['domain']}"
-        return self.step(name, program, **flags)
+        return self.step(name, f"01_generate_tasks.py --domain {self.domain['domain']}", **flags)
 
     def rollout(self, name, ranks, **flags):
         program = f"02_rollout.py --simulator rules {self.domain['rollout']}"
@@ -175,10 +171,10 @@ class Run(typing.NamedTuple):
         if self.round > 1:
             name = f"{self.name}-offline.jsonl"
             tasks_name = f"train@{self.round}.jsonl"
-        seed, num_tasks = self.round_seed, self.domain["dialogues"] // 4
-        tasks = self.tasks(tasks_name, split="train", num_tasks=num_tasks, seed=seed)
+        num_tasks = self.domain["dialogues"] // 4
+        tasks = self.tasks(tasks_name, split="train", num_tasks=num_tasks, seed=self.round_seed)
         agent = self.model_before()
-        return self.rollout(name, self.ranks, tasks=tasks, agent=agent, samples=4, seed=seed)
+        return self.rollout(name, self.ranks, tasks=tasks, agent=agent, samples=4, seed=self.round_seed)
 
     def all_dialogues(self):
         """The dialogues of all rounds until this one, in one file, with the c that the arm's critic reads."""
@@ -206,7 +202,7 @@ class Run(typing.NamedTuple):
         name = self._replace(arm=name, settings={}).name
         if self.round > 1:
             name = f"{self.name}-critic"
-        program = " ".join(["03_train_critic.py", self.domain["critic"], self.domain["critics"][kind]])
+        program = f"03_train_critic.py {self.domain['critic']} {self.domain['critics'][kind]}"
         return self.train(name, program, self.ranks, trajectories=self.all_dialogues())
 
     def agent(self):
@@ -221,14 +217,12 @@ class Run(typing.NamedTuple):
             words.append(arm.get("many", ""))
         if self.round > 1:
             words.append(arm.get("later", ""))
-        for flag, value in self.settings.items():
-            words.append(f"--{flag} {value}")
-        dialogues = self.all_dialogues() if "c" in arm else self.dialogues()
-        critic, candidates = self.critic(), None
+        flags = {**self.settings, "trajectories": self.dialogues(), "critic": self.critic()}
+        if "c" in arm:
+            flags["trajectories"] = self.all_dialogues()
         if "candidates" in arm and self.round == 1:                  # another arm's
-            candidates = self._replace(arm=arm["candidates"], settings={}).agent() / "candidates.jsonl"
-        program = " ".join(words)
-        return self.train(self.name, program, 1, trajectories=dialogues, critic=critic, candidates=candidates)
+            flags["candidates"] = self._replace(arm=arm["candidates"], settings={}).agent() / "candidates.jsonl"
+        return self.train(self.name, " ".join(words), 1, **flags)
 
     def has_critic(self):
         return "critic" in self.table
@@ -254,9 +248,8 @@ def report_words(args, domain, points):
         words.append(f"{name}={paths}")
         if runs[0].arm == "mtdpo" and not runs[0].settings:
             flags += ["--baseline", name]                            # the last one counts
-    if args.chain is None:
-        return [*words, *flags, "--costs", "--overwrite"]
-    for word in domain["chain"].split():
+    more = "--costs --overwrite" if args.chain is None else domain["chain"]
+    for word in more.split():
         flags.append(word.replace("OUT", str(args.out)))
     return words + flags
 
@@ -307,7 +300,7 @@ def parse_args(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("arms", nargs="+", metavar="ARM", help="base, or an arm of scripts/arms.toml; ARM@SIZE")
     parser.add_argument("--domain", default="backend", help="a domain of scripts/arms.toml")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/study"), help="folder to write")
+    parser.add_argument("--out", type=pathlib.Path, default="out/study", help="folder to write")
     parser.add_argument("--sizes", type=int, nargs="+", default=[None], help="numbers of dialogues to train on, nested")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14])
     parser.add_argument("--rounds", type=int, default=1, help="rounds of training")

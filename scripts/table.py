@@ -3,6 +3,7 @@
 Reads tasks.csv of scripts/study.py: arm, seed, task_id, family, success and rounds of each dialogue. Prints
 05's table of them: [..] are 95 % intervals by bootstrap over tasks and seeds; "families drawn": over families first."""
 import csv
+import operator
 import pathlib
 import sys
 
@@ -16,18 +17,13 @@ def read_arms(path):
     arms = {}
     with open(path, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            dialogue = {**row, "run": int(row["seed"]), "task": {"family": row["family"]}}
-            arms.setdefault(row["arm"], []).append(dialogue)
+            row |= {"run": int(row["seed"]), "success": float(row["success"]), "task": {"family": row["family"]}}
+            arms.setdefault(row["arm"], []).append(row)
     return arms
 
 
-def success(dialogue):
-    return float(dialogue["success"])
-
-
 def main(path, baseline=None):
-    arms = read_arms(path)
-    metrics = {}
+    arms, success, metrics = read_arms(path), operator.itemgetter("success"), {}
     for arm, dialogues in arms.items():
         tasks, values = statistics.values_of_runs(dialogues, success)
         metrics[arm] = {

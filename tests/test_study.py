@@ -1,11 +1,12 @@
 """scripts/study.py and run.sh with stages that only note their commands: every command's flags are parsed by its stage,
-every input is there before it is used, and an output has one command."""
+every input is there before it is used, and an output has one command. scripts/table.py and plot.py on its tables."""
 import csv
 import importlib
 import itertools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,7 +16,8 @@ from conftest import ROOT
 from lib.data import read_trajectories
 from lib.runtime import InputError
 
-study = importlib.import_module("scripts.study")
+change_c, plot, study, table = (importlib.import_module(f"scripts.{name}")
+                                for name in ("change_c", "plot", "study", "table"))
 CHAIN = ["base", "rft", "mtdpo", "sweet"]
 INPUTS = "trajectories", "tasks", "critic", "candidates", "agent", "gates", "model"
 NO_FILES = None, "untrained", "models/tiny", "models/tiny_sql", "models/tiny_pages", "out/real/base/model"
@@ -172,9 +174,7 @@ def test_a_search_plays_each_setting_on_validation_tasks(call):
         for lr, beta in itertools.product(("1e-4", "3e-4"), ("0.1", "0.3")):
             settings[f"o/seed9/{arm}_lr{lr}_beta{beta}"] = float(lr), float(beta)
     assert {name: (command["lr"], command["beta"]) for name, command in policies.items()} == settings
-    with open("o/table.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["method"], row["lr"], row["beta"]) for row in rows[:2]] == [
+    assert [(row["method"], row["lr"], row["beta"]) for row in rows_of("o/table.csv")[:2]] == [
         ("mtdpo", "1e-4", "0.1"), ("mtdpo", "1e-4", "0.3")]
 
 
@@ -210,18 +210,43 @@ def test_every_arm_of_the_table_plays(call, domain):
     assert tested["samples"] == 1 and commands["o/seed1/test.jsonl"]["num_tasks"] == 7
 
 
-def test_the_tables(call, capsys):
+def rows_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_tables(call):
     call("rft", "--seeds", "5", "6", "--sizes", "80")
-    with open("o/table.csv", newline="") as file:
-        assert list(csv.DictReader(file)) == [{
-            "method": "rft", "dialogues": "80", "round": "1", "n": "3", "success": "0.5", "rounds": "4.25",
-            "trained_tokens": "10", "generated_tokens": "20", "low": "0.25", "high": "0.75"}]
-    with open("o/tasks.csv", newline="") as file:
-        assert [list(row.values()) for row in csv.DictReader(file)] == [
-            ["a", "f", "0", "5", "rft@80", "0.0", "3"], ["a", "f", "1", "5", "rft@80", "1.0", "3"],
-            ["a", "f", "1", "6", "rft@80", "1.0", "4"]]
-    importlib.import_module("scripts.table").main("o/tasks.csv")
-    assert " 0.750  [0.500, 1.000]    3.33\n" in capsys.readouterr().out
+    assert rows_of("o/table.csv") == [{
+        "method": "rft", "dialogues": "80", "round": "1", "n": "3", "success": "0.5", "rounds": "4.25",
+        "trained_tokens": "10", "generated_tokens": "20", "low": "0.25", "high": "0.75"}]
+    assert [list(row.values()) for row in rows_of("o/tasks.csv")] == [
+        ["a", "f", "0", "5", "rft@80", "0.0", "3"], ["a", "f", "1", "5", "rft@80", "1.0", "3"],
+        ["a", "f", "1", "6", "rft@80", "1.0", "4"]]
+
+
+def test_a_table_of_the_outcomes_of_tasks(tmp_path, capsys):
+    rows = [f"t{number},f,{number},{seed},{arm},{float(arm == 'a' or number == 0)},3"
+            for arm in "ab" for seed in (5, 6) for number in range(2)]
+    (tmp_path / "tasks.csv").write_text("\n".join(["task_id,family,sample,seed,arm,success,rounds", *rows]))
+    table.main(str(tmp_path / "tasks.csv"), "b")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["a", "4", "1.000", "[0.158,", "1.000]", "3.00", "+0.500", "[+0.000,", "+1.000]"]
+    assert ["b", "-", "0.500", "0.500"] in lines
+
+
+@pytest.mark.parametrize("rows, texts", [
+    ("round,method\n1,sweet\n2,sweet", {"1", "2", "round of training", "sweet"}),
+    ("dialogues,method\n3200,sweet\n80,sweet\n80,mtdpo\n,base", {"80", "3,200", "dialogues of training", "sweet",
+                                                                 "mtdpo"})])
+def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path, rows, texts):
+    heading, *points = rows.split("\n")
+    lines = [f"{heading},success,low,high", *(f"{point},.5,.4,.6" for point in points)]
+    (tmp_path / "table.csv").write_text("\n".join(lines))
+    for name in ("picture.svg", "again.svg"):
+        plot.main(str(tmp_path / "table.csv"), str(tmp_path / name))
+    svg = (tmp_path / "picture.svg").read_text()
+    assert texts <= set(re.findall(r"<!-- (.*?) -->", svg)) and (tmp_path / "again.svg").read_text() == svg
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,21 +277,17 @@ def test_a_failed_step_shows_its_last_lines_and_is_no_output(tmp_path, capfd):
         "the reason", f"failed: {tmp_path / 'critic'} (whole log: {tmp_path / 'critic'}.log)"]
 
 
-def test_a_step_is_a_line_with_its_last_one(tmp_path, capfd):
-    study.run_step(tmp_path / "a.jsonl", ["-c", "print('success 0.5'); print('success 0.75 | 3')"])
-    assert capfd.readouterr().out.endswith(" s  success 0.75 | 3\n")
-    study.run_step(tmp_path / "a.jsonl", ["-c", "import os; print(os.environ['OMP_NUM_THREADS'])"], threads=2)
-    assert (tmp_path / "a.jsonl.log").read_text() == "2\n"            # of the last run alone
-
-
 def test_a_finished_step_is_not_run_again_but_with_other_words_or_newer_files(tmp_path, capfd):
     out, read = tmp_path / "a.jsonl", tmp_path / "read"
     read.touch()
-    command = ["-c", f"import sys; open(sys.argv[-1], 'w'); print('success 1')  # x={read},y"]
+    command = ["-c", "import os, sys; open(sys.argv[-1], 'w'); print(1, os.environ['OMP_NUM_THREADS'], sep='\\n')",
+               f"x={read},y"]
 
     def has_run(*more):
-        assert study.run_step(out, [*command, *more]) == "success 1\n"
-        return f"begins (log: {out}.log)" in capfd.readouterr().out
+        assert study.run_step(out, [*command, *more], threads=2) == "1\n2\n"           # of the last run alone
+        printed = capfd.readouterr().out
+        assert not printed or printed.endswith(" s  2\n")            # its last line
+        return f"begins (log: {out}.log)" in printed
     assert has_run() and not has_run()
     assert has_run("--more") and not has_run("--more")
     out.unlink()
@@ -292,7 +313,6 @@ def test_other_arms_are_played_where_one_fails(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["exchanged", "facts"])
 def test_another_c_for_the_critic(workspace, tmp_path, kind):
     """Dialogues, rewards and names stay; the reference is another one of the family, or says what there is to ask."""
-    change_c = importlib.import_module("scripts.change_c")
     trajectories, out = read_trajectories(workspace / "offline.jsonl"), tmp_path / "out.jsonl"
     references = {row["task_id"]: (row["task"]["family"], row["task"]["ground_truth"]) for row in trajectories}
     families = [family for family, _ in references.values()]
