@@ -130,23 +130,23 @@ def test_another_template_gets_the_logged_system_prompt(offline):
 
 # --- refused
 
-def test_without_the_hub_one_line_says_what_to_do(tmp_path):
-    for flags, files in ((["--split", "test"], "backend_tasks/test.jsonl"), (["--trajectories"], OFFLINE.name),
-                         ([], "backend_tasks/train.jsonl backend_tasks/test.jsonl")):
-        line = refused(1, "--source", "colbench", *flags, "--out", tmp_path / "t.jsonl")
-        assert line.startswith("facebook/collaborative_agent_bench: ") and line.endswith("then pass --path FOLDER")
-        assert f"hf download --repo-type dataset facebook/collaborative_agent_bench {files} --local-dir FOLDER" in line
-    assert not list(tmp_path.iterdir())
+NAME = "facebook/collaborative_agent_bench"
+HUB = f'{NAME}: .*"hf download --repo-type dataset {NAME} {{}} --local-dir FOLDER", then pass --path FOLDER'
 
 
 @pytest.mark.parametrize("flags, line", [
-    (["--split", "validation"], "--split validation: of this the published data have train and test only"),
-    (["--split", "test", "--trajectories"], "--split test: of this the published data have train only"),
+    (["--split", "test"], HUB.format("backend_tasks/test.jsonl")), (["--trajectories"], HUB.format(OFFLINE.name)),
+    ([], HUB.format("backend_tasks/train.jsonl backend_tasks/test.jsonl")),
+    (["--path", COPY, "--split", "validation"],
+     "--split validation: of this the published data have train and test only"),
+    (["--path", COPY, "--split", "test", "--trajectories"],
+     "--split test: of this the published data have train only"),
     (["--path", "no/such"], "no/such: no such file or folder"),
     (["--path", COPY / "backend_tasks", "--trajectories"], f"{COPY / 'backend_tasks'}: no {OFFLINE.name} in it"),
     (["--path", TEST, "--trajectories"], f"{TEST}:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks")])
 def test_arguments_are_refused_in_one_line(flags, line, tmp_path):
-    assert refused(1, "--source", "colbench", "--path", COPY, *flags, "--out", tmp_path / "t.jsonl") == line
+    """Without the hub it says what to do."""
+    assert re.fullmatch(line, refused(1, "--source", "colbench", *flags, "--out", tmp_path / "t.jsonl"))
     assert not list(tmp_path.iterdir())
 
 
@@ -224,12 +224,9 @@ def test_a_dialogue_is_what_the_file_says(path, tiny):
     chat = common.agent_chat(first, first["dialogue_history"][:3])
     assert [message["content"] for message in chat] == ["Be brief.", "the price of 0", "What is the fee?", "12"]
     assert common.trajectory_pairs([first, second], path) == [(0, 1)]
-    assert "the fee is 0" in common.hidden_info(first["task"]) and common.hidden_info({**first["task"],
-                                                                                    "ground_truth": ""}) == ""
-
-
-def test_without_a_system_message_there_is_none(path):
-    [row] = read_trajectories(write(path, [dialogue("a", "b", 1, system="")]))
+    assert "the fee is 0" in common.hidden_info(first["task"])
+    assert common.hidden_info({**first["task"], "ground_truth": ""}) == ""
+    [row] = read_trajectories(write(path, [dialogue("a", "b", 1, system="")]))           # then there is none
     assert [message["role"] for message in common.agent_chat(row, row["dialogue_history"][:1])] == ["user"]
 
 
@@ -238,8 +235,8 @@ def test_all_stages_take_it(path, tmp_path):
     printed = call(3, *flags, "--out", tmp_path / "critic")
     assert "32 rendered again without their system prompt, which the template leaves out" in printed
     call(4, "--method", "mtdpo", *flags, "--out", tmp_path / "mtdpo")
-    call(4, "--method", "sweet", *flags, "--critic", tmp_path / "critic", "--max-new-tokens", 8,
-            "--num-candidates", 4, "--out", tmp_path / "sweet")
+    call(4, "--method", "sweet", *flags, "--critic", tmp_path / "critic", "--max-new-tokens", 8, "--num-candidates", 4,
+         "--out", tmp_path / "sweet")
     printed = call(5, f"mine={path}", "--critic", tmp_path / "critic", "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["mine"]
     assert metrics["mean_reward"] == 0.5 and metrics["n"] == 16 and "0.500" in printed

@@ -2,12 +2,11 @@
 import ast
 import contextlib
 import functools
+import importlib
+import inspect
 import io
 import json
-import pathlib
-import random
 import re
-import sysconfig
 import time
 import types
 import warnings
@@ -81,42 +80,34 @@ def test_no_code(answer):
 
 # ---- code that nobody here wrote, and references of tasks, in the ways that models write
 
-SAMPLE = 100
+MODULES = ("argparse", "ast", "base64", "bisect", "calendar", "configparser", "contextlib", "copy", "dataclasses",
+           "difflib", "dis", "fractions", "functools", "gettext", "heapq", "inspect", "locale", "mimetypes", "pprint",
+           "shlex", "shutil", "statistics", "textwrap", "threading", "tokenize", "traceback", "types", "warnings")
+
 
 @functools.cache
 def sample_of_functions():
-    """[(source, name), …] of the references of all families, and of 100 top-level functions of Python's standard
-    library with their decorators, at most three of a file."""
-    rng, functions = random.Random(0), {}
-    library = pathlib.Path(sysconfig.get_path("stdlib"))
-    files = sorted([*library.glob("*.py"), *library.glob("[!s]*/*.py")])                       # not site-packages
-    rng.shuffle(files)
-    while len(functions) < SAMPLE:
-        source, in_file = files.pop().read_text("utf-8", "replace"), []
-        if "\f" in source or "\ufffd" in source:                    # the end of a line for some; another encoding
-            continue
-        for node in functions_of(source):
+    """[(source, name), …] of the references of all families, and of about 100 top-level functions of Python's standard
+    library with their decorators."""
+    functions = []
+    for module in map(importlib.import_module, MODULES):
+        source = inspect.getsource(module)
+        for node in [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)][:4]:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            in_file.append(("\n".join(source.split("\n")[first - 1:node.end_lineno]), node.name))
-        functions.update(dict.fromkeys(rng.sample(in_file, min(3, len(in_file)))))
+            functions.append(("\n".join(source.split("\n")[first - 1:node.end_lineno]), node.name))
     for task in make_tasks(backend, 14, 5, "train", "some"):
-        functions[task["ground_truth"], task["test_cases"]["test1"].partition("(")[0]] = None
-    return list(functions)
-
-
-def functions_of(source):
-    """The syntax trees of the functions at the top level of a source, none where it is broken on purpose."""
-    with warnings.catch_warnings(), contextlib.suppress(SyntaxError, ValueError):
-        warnings.simplefilter("ignore")
-        return [node for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    return []
+        functions.append((task["ground_truth"], task["test_cases"]["test1"].partition("(")[0]))
+    return functions
 
 
 @functools.cache
 def function_of(source, name):
     """The syntax tree, as text, of the last function of this name that a source defines, or None."""
-    dumps = [ast.dump(node) for node in functions_of(source) if node.name == name]
-    return dumps[-1] if dumps else None
+    dumps = [None]
+    with warnings.catch_warnings(), contextlib.suppress(SyntaxError, ValueError):
+        warnings.simplefilter("ignore")
+        dumps += [ast.dump(node) for node in ast.parse(source).body if getattr(node, "name", None) == name]
+    return dumps[-1]
 
 
 def is_lost(code, name, wrapping):

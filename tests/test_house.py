@@ -84,10 +84,7 @@ def test_the_training_loops_of_03_and_04_differ_by_the_method():
         "micro_examples = [examples[i] for i in micro]",
         "batch = scorer.collate(common.items_of(micro_examples), run.device)",
         "loop.backward(losses, weights / num_terms)", "loop.update(step)"]
-
-
-def test_a_stage_that_trains_fits_on_a_screen_from_flags_to_its_loop():
-    for path in STAGES[2:4]:
+    for path in STAGES[2:4]:                                         # from the flags to the loop: a screen
         assert len(lines_of(path, "main")) <= 65 and len(lines_of(path, "train")) <= 50
 
 

@@ -44,18 +44,14 @@ def tokenizer_of(name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_c_stands_before_all_messages(name):
-    """After the beginning of the sequence, unless this opens every message."""
+def test_turns_without_ids_are_what_the_template_writes_and_c_stands_before_all_messages(name):
+    """c comes after the beginning of the sequence, unless this opens every message."""
     tokenizer = tokenizer_of(name)
-    for prompt, _ in common.agent_turns(tokenizer, ROW):
+    turns = common.agent_turns(tokenizer, ROW)
+    for prompt, _ in turns:
         begin = BEGINS[name].replace("C", common.hidden_info(TASK))
         assert common.critic_prompt(tokenizer, prompt, TASK).startswith(begin)
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_turns_without_ids_are_what_the_template_writes(name):
-    tokenizer = tokenizer_of(name)
-    [row] = common.rows_of_trajectory(tokenizer, common.agent_turns(tokenizer, ROW))
+    [row] = common.rows_of_trajectory(tokenizer, turns)
     chat = [{"role": "system", "content": "Help."}, *ROW["dialogue_history"]]
     assert render_chat(tokenizer, chat).startswith(tokenizer.decode(row.ids, clean_up_tokenization_spaces=False))
     actions = [[token for token, number in zip(row.ids, row.turn_ids) if number == turn] for turn in (0, 1)]
@@ -111,8 +107,7 @@ def metaspace_tokenizer():
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first", split=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"])
-    backend.train_from_iterator(["What fee? Thanks the fee"] * 4,
-                                trainer)
+    backend.train_from_iterator(["What fee? Thanks the fee"] * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     tokenizer.chat_template = TEMPLATES["mistral"][2]
     return tokenizer

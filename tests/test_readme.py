@@ -64,6 +64,15 @@ def started(block):
         return [shlex.split(line) for line in log.read_text().splitlines()]
 
 
+def stages_of(block):
+    """The commands of a block that start stages: [the stage, its arguments …]."""
+    commands = []
+    for _, *words in started(block):
+        at = next(number for number, word in enumerate(words) if word.endswith(".py"))
+        commands.append(words[at:])
+    return commands
+
+
 def program_of(name):
     """The module of a stage, of a fork ("examples.grpo"), of a script ("scripts/critics.py"), or of colbench."""
     if name == "colbench":
@@ -115,15 +124,10 @@ def test_every_command_parses(name):
             assert (ROOT / words[words.index("-r") + 1]).is_file()
 
 
-def test_the_paper_s_rows_take_the_published_code_s_preset():
-    for program, name, *words in started(f"export PRESET=released-backend\n{PAPER}"):
-        if program == "torchrun":
-            name, *words = words[words.index(next(word for word in words if word.endswith(".py"))):]
+def test_the_paper_s_rows_are_all_there_and_take_the_published_code_s_preset():
+    for name, *words in stages_of(f"export PRESET=released-backend\n{PAPER}"):
         check_command(name, words)
-
-
-def test_the_paper_s_rows_are_all_there():
-    table, *curves = started(PAPER)[-3:]
+    table, *curves = stages_of(PAPER)[-3:]
     rows, points, sizes = ({word.split("=")[0] for word in words if "=" in word} for words in (table, *curves))
     assert rows >= {"single", "base", "rft", "mtdpo", "sweet", "sweet-no-norm", "big", "big-sweet",
                     "big-single"}
@@ -221,15 +225,11 @@ def test_the_interface_of_a_domain_is_documented_whole():
     assert not [name for name in required - {"Environment"} if hasattr(defaults, name)]
 
 
-def test_the_number_of_attacks_is_right():
-    """Where a page states one."""
-    [number] = re.findall(r"len\(ATTACKS\) == (\d+)\n", (ROOT / "tests" / "test_sandbox.py").read_text())
-    assert set(re.findall(r"(\d+) attacks", "\n".join(PAGES.values()))) <= {number}
-
-
-def test_the_readme_is_short():
+def test_the_readme_is_short_and_the_number_of_attacks_is_right():
     assert len(PAGES["README.md"].splitlines()) <= 120
     assert all(len(line) <= 200 for line in PAGES["README.md"].splitlines())
+    [number] = re.findall(r"len\(ATTACKS\) == (\d+)\n", (ROOT / "tests" / "test_sandbox.py").read_text())
+    assert set(re.findall(r"(\d+) attacks", "\n".join(PAGES.values()))) <= {number}
 
 
 def figures_of(name):
@@ -251,29 +251,6 @@ def test_the_pages_show_the_figures_of_the_pictures(name):
     assert len(figures) >= 2 and [line for line in figures if line not in text] == []
 
 
-def test_the_means_of_the_seeds_are_theirs():
-    with open(ROOT / "docs" / "seeds.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for whole in [row for row in rows if row["seed"] == "all"]:
-        seeds = [float(row["success"]) for row in rows if row["method"] == whole["method"] and row["seed"] != "all"]
-        assert len(seeds) == 10 and sum(seeds) / 10 == pytest.approx(float(whole["success"]), abs=6e-4)
-
-
-def test_every_csv_of_docs_is_cited():
-    files = [path.name for path in ROOT.glob("docs/*.csv")]
-    assert files and [name for name in files if f"]({name})" not in "".join(PAGES.values())] == []
-
-
-def commands_of(environment, folder):
-    """The reproduction block's commands in a laptop's settings. The last two list files, so they are expanded again
-    when the others have run."""
-    script = f"{LAPTOP}\nexport PY=echo RUN=echo D={folder}\n{environment}\n{PAPER}"
-    process = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, text=True, capture_output=True,
-                             env={"PATH": os.environ["PATH"]})
-    assert process.returncode == 0, process.stderr
-    return [shlex.split(line) for line in process.stdout.splitlines()]
-
-
 def kind_of(words):
     """What a command runs: its words without paths. Two rows of another tokenizer are of a kind of their own."""
     names = [word for word in words if "/" not in word or "judge:" in word]
@@ -289,25 +266,24 @@ def test_every_row_runs_small(tmp_path, workspace):
                    "ROLL='--max-rounds 8 --max-new-tokens 100' CRITIC='--lr 3e-4 --max-steps 1 --held-out-frac 0' "
                    "SWEET='--max-steps 1 --max-new-tokens 30 --num-candidates 4 --pairs-per-turn 1 --data-frac 0.1' "
                    "MTDPO='--max-steps 1' RFT='--max-steps 1'")
+    commands = [[word.replace("out/rows", str(tmp_path)) for word in words]
+                for words in stages_of(f"{LAPTOP}\n{environment}\n{PAPER}")]
     outputs = {}                                                     # {kind: the output of its first row}
-    for words in commands_of(environment, tmp_path):
-        if words[0] == "05_evaluate.py":
-            continue
+    for words in commands[:-3]:
         out = words[-1]
         first = outputs.setdefault(kind_of(words), out)
-        if first != out:
-            if os.path.isdir(first):
-                shutil.copytree(first, out)
-                continue
+        if first != out and os.path.isdir(first):
+            shutil.copytree(first, out)
+        elif first != out:
             for ending in ("", ".args.json"):
                 shutil.copy(first + ending, out + ending)
-            continue
-        if words[0] == "01_generate_tasks.py" and "test" in words:
-            words += ["--num-tasks", "2"]                            # the last one wins
-        if words[0] == "02_rollout.py" and "offline" not in out:
-            words += ["--max-rounds", "2", "--max-new-tokens", "30"]
-        call(int(words[0][:2]), *words[1:])
+        else:
+            if words[0] == "01_generate_tasks.py" and "test" in words:
+                words += ["--num-tasks", "2"]                        # the last one wins
+            if words[0] == "02_rollout.py" and "offline" not in out:
+                words += ["--max-rounds", "2", "--max-new-tokens", "30"]
+            call(int(words[0][:2]), *words[1:])
     assert len(outputs) == 20
-    table, curves, scaling = [call(5, *words) for name, *words in commands_of(environment, tmp_path) if name[1] == "5"]
+    table, curves, scaling = [call(5, *words) for _, *words in commands[-3:]]
     assert "published: success" in table and "sweet-regression" in table
     assert "critic-value" in curves and "sweet" in scaling

@@ -34,7 +34,6 @@ def make_dialogue(rng, m, t, task):
         turn = {"who": "agent", "text": "Can you tell me more?", "kind": rng.choice([*KINDS[:4], "needed"])}
         reply = {"who": "user", "text": "That does not matter.", "leak": "code" if rng.random() < 0.05 else None}
         if turn["kind"] == "needed" and num_known < len(task["facts"]):
-            turn["text"] = "Thanks. What do you want?"
             reply |= {"text": f"In our company {task['facts'][num_known]}.", "learned": [num_known]}
             num_known += 1
         turns += [turn, reply]
@@ -198,6 +197,19 @@ def at(small):
     assert small.faults == []
 
 
+@pytest.fixture
+def page_of(browser, tmp_path):
+    """page_of(data, **changes): the Page of other data."""
+    pages = []
+
+    def page_of(data, **changes):
+        pages.append(Page(browser, write(tmp_path / "report.html", data, **changes)))
+        return pages[-1]
+    yield page_of
+    for page in pages:
+        page.close()
+
+
 def shown(tab, selector):
     return tab.locator(selector).locator("visible=true").all_inner_texts()
 
@@ -258,13 +270,11 @@ def test_filters_in_the_address(at, fragment, keeps):
     assert numbers(tab) == kept
 
 
-def test_a_long_list_has_pages(browser, tmp_path):
-    page = Page(browser, write(tmp_path / "report.html", make_data(51)))
-    tab = page.open("#view=dialogues")
+def test_a_long_list_has_pages(page_of):
+    tab = page_of(make_data(51)).open("#view=dialogues")
     assert numbers(tab) == list(range(100))
     tab.click("#page-on")
     assert numbers(tab) == [100, 101] and "page=1" in tab.url
-    page.close()
 
 
 def test_rows_have_their_task_and_can_be_downloaded(at):
@@ -317,11 +327,11 @@ def test_a_dialogue_shows_every_turn_with_its_advantage(at):
     assert shown(tab, "#dialogue .turn .number") == [signed(turn["advantage"]) for turn in agent]
     assert shown(tab, "#dialogue .badge.kind") == [turn["kind"] for turn in agent]
     assert tab.locator("#dialogue .turn.named").get_attribute("id") == f"turn-{d}-3"
-    tracks, fills = (tab.locator(f"#dialogue .turn {bar}").evaluate_all(
-        "all => all.map(bar => bar.getBoundingClientRect().toJSON())") for bar in (".track", ".fill"))
+    tracks, fills = (tab.locator(f"#dialogue .turn {bar}").all() for bar in (".track", ".fill"))
     for turn, track, fill in zip(agent, tracks, fills, strict=True):
-        edge = fill["left"] if turn["advantage"] > 0 else fill["right"]
-        assert edge == pytest.approx(track["x"] + track["width"] / 2, abs=1)
+        box, bar = track.bounding_box(), fill.bounding_box()
+        edge = bar["x"] + (0 if turn["advantage"] > 0 else bar["width"])
+        assert edge == pytest.approx(box["x"] + box["width"] / 2, abs=1)
     assert tab.locator("#dialogue .sum .number").inner_text() == signed(one["advantage"])
     assert tab.locator("#dialogue .bars a").count() == 6 and FORMS["advantages"][0] in tab.inner_text("#dialogue .sum")
     assert tab.locator(f"#turn-{d}-3").bounding_box()["y"] < 900
@@ -343,14 +353,11 @@ def test_reference_and_facts_are_behind_the_switch(at):
     assert task["reference"] not in tab.inner_text("body")
     tab.check("#secrets")
     assert tab.inner_text("#dialogue div.secret pre") == task["reference"]
-    lines, rounds, num = [], {}, len(task["facts"])
-    for place, turn in enumerate(one["turns"]):
-        for fact in turn.get("learned", []):
-            rounds[fact] = (place + 1) // 2
-            lines.append(f"\u2713 learned: {task['facts'][fact]} ({len(rounds)} of {num} known)")
-    assert shown(tab, "#dialogue p.secret") == lines
-    assert shown(tab, "#dialogue .facts li") == [f"\u2713 {fact} learned in round {rounds[number]}"
-                                                 for number, fact in enumerate(task["facts"])]
+    rounds = [place // 2 for place, turn in enumerate(one["turns"]) if "learned" in turn]            # of fact 0, 1, …
+    facts = list(zip(task["facts"], rounds, strict=True))
+    assert shown(tab, "#dialogue p.secret") == [
+        f"\u2713 learned: {fact} ({number} of {len(facts)} known)" for number, (fact, _) in enumerate(facts, 1)]
+    assert shown(tab, "#dialogue .facts li") == [f"\u2713 {fact} learned in round {number}" for fact, number in facts]
     tab.keyboard.press("Escape")                                    # the switch has the focus; the dialogue closes
     assert numbers(tab) != [] and not tab.locator("#dialogue").is_visible()
     tab.keyboard.press("r")
@@ -417,12 +424,12 @@ def test_advantage_tables(at):
 
 
 def test_candidates_are_ranked_and_marked(at):
-    tab = at("#view=candidates&s=3")
-    one, rows = DATA["states"][3], []
-    for rank, candidate in enumerate(sorted(one["candidates"], key=lambda candidate: -candidate["advantage"]), 1):
-        mark = "\u25B2 chosen" if candidate["chosen"] else "\u25BC rejected" if candidate["rejected"] else ""
-        rows.append([str(rank), signed(candidate["advantage"]), mark, candidate["kind"], "9", candidate["text"]])
-    assert table(tab, ".candidates") == rows
+    tab, one = at("#view=candidates&s=3"), DATA["states"][3]
+    ranked = sorted(one["candidates"], key=lambda candidate: -candidate["advantage"])
+    marks = 2 * ["\u25B2 chosen"] + 4 * [""] + 2 * ["\u25BC rejected"]
+    assert table(tab, ".candidates") == [
+        [str(rank), signed(candidate["advantage"]), mark, candidate["kind"], "9", candidate["text"]]
+        for rank, (mark, candidate) in enumerate(zip(marks, ranked), 1)]
     classes = tab.locator(".candidates tbody tr").evaluate_all("all => all.map(row => row.className)")
     assert classes == 4 * [""] + ["half"] + 3 * [""]
     assert one["history"][0]["text"].split("\n")[0] in tab.inner_text("#candidates .turn")
@@ -450,9 +457,9 @@ def test_candidates_are_filtered_and_lead_to_their_dialogue(at):
     assert tab.url.endswith("#d=0&turn=1") and tab.locator("#dialogue").is_visible()
 
 
-def test_screenshots_of_a_page_side_by_side_with_a_slider(browser, tmp_path):
+def test_screenshots_of_a_page_side_by_side_with_a_slider(page_of, tmp_path):
     data = make_pages(tmp_path)
-    page = Page(browser, write(tmp_path / "report.html", data))
+    page = page_of(data)
     tab = page.open("#d=0")                                         # of the first method, which has no screenshots
     tab.check("#secrets")
     assert tab.locator("#dialogue .none").inner_text() == "no screenshot in this page"
@@ -469,7 +476,6 @@ def test_screenshots_of_a_page_side_by_side_with_a_slider(browser, tmp_path):
     assert numbers(tab) == [i for i, d in enumerate(data["dialogues"]) if d["reward"] < 0.25]
     assert "A page for shop" in tab.inner_text("#list") and tab.title() == "Evaluation"
     assert not tab.locator("#f-family").count() and not tab.locator("#f-kind").count()
-    page.close()
 
 
 ATTACKS = json.loads((ROOT / "tests" / "page_attacks.json").read_text())
@@ -538,11 +544,10 @@ def test_a_long_text_is_cut_until_it_is_asked_for(hostile):
 
 
 def test_the_policy_of_the_page_stops_what_is_not_its_script(browser, tmp_path):
-    """So that the silence of the test above means something: markup that gets in is refused, and this is seen."""
-    path = tmp_path / "report.html"
+    """So that the silence of the tests above means something: markup that gets in is refused, and this is seen."""
     markup = """<img src=http://nothing.invalid/a.png><script>document.title = 'ran'</script>
                 <p onclick="document.title = 'ran'">x</p>"""
-    write(path, make_data(2))
+    path = write(tmp_path / "report.html", make_data(2))
     path.write_text(path.read_text().replace("<main>", "<main>" + markup))
     page = Page(browser, path)
     tab = page.open()
@@ -563,13 +568,14 @@ def without(data, *keys, of_turns=()):
     return data
 
 
-def test_missing_pieces_leave_their_section_out(browser, tmp_path):
+def test_missing_pieces_leave_their_section_out(page_of):
+    """page_data leaves the advantage out where a critic gives no finite number."""
     data = make_data(3, num_states=0) | {"forms": {}, "left_out": "4 of 10 dialogues are left out"}
     data = without(data, "advantage", "known", "failed",
                    of_turns=("advantage", "kind", "learned", "tokens", "cut", "leak"))
     for task in data["tasks"]:
         del task["facts"], task["family"]
-    page = Page(browser, write(tmp_path / "report.html", data))
+    page = page_of(data)
     assert shown(page.tab, "#nav a") == ["Results", "Dialogues", "Compare"]
     for view, place in (("results", "#left-out"), ("dialogues", "#dialogues"), ("compare", "#compare")):
         assert data["left_out"] in page.open(f"#view={view}").inner_text(place)
@@ -579,24 +585,18 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
     assert tab.locator(".advantage, .strip, .bars, .facts").count() == 0
     for view in ("advantages", "candidates"):
         assert shown(page.open(f"#view={view}"), "#nav a[aria-current]") == ["Results"]
-    page.close()
-
-
-def test_pages_without_dialogues_or_numbers_open(browser, tmp_path):
-    """As page_data leaves the advantage out where a critic gives no finite number."""
     some = without(make_data(4, num_states=2), "reward", "advantage", "sample", of_turns=("advantage",))
     for data, advantages, views in (
             (make_data(0), None, ("results", "compare", "advantages", "candidates")),
             (some, {"by_kind": {}, "by_round": {}}, ("results", "compare", "advantages", "candidates",
              "dialogues&sort=reward", "dialogues&sort=-advantage", "dialogues&reward=failed"))):
-        page = Page(browser, write(tmp_path / "report.html", data, advantages=advantages))
+        page = page_of(data, advantages=advantages)
         for view in views:
             tab = page.open(f"#view={view}")
             assert tab.locator("#nav a[aria-current]").count() == 1 and tab.inner_text("main") != ""
         assert page.open("#view=dialogues").locator("#list tbody tr").count() == len(data["dialogues"])
         if data is some:
             assert "no number" in page.open("#d=0").inner_text("#dialogue .about")
-        page.close()
 
 
 CONTRAST = (ROOT / "tests" / "contrast.js").read_text()
@@ -616,19 +616,28 @@ def phone(browser, tmp_path_factory):
     page.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_and_width_of_a_phone(phone, scheme):
+@pytest.mark.parametrize("scheme, width", [("light", 1280), ("light", 700), ("light", 375), ("dark", 375)])
+def test_contrast_width_and_numbers_of_a_phone(phone, scheme, width):
+    """Texts are seen, nothing is wider than the screen, and no number breaks over lines."""
     from PIL import Image
     tab = phone.tab
+    tab.set_viewport_size({"width": width, "height": 800})
     tab.emulate_media(color_scheme=scheme)
     for fragment in VIEWS:
         phone.open(fragment)
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 375, fragment
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width, fragment
         right_edges = tab.evaluate("""[...document.querySelectorAll(".results td, .candidates td")].map(
             node => node.getBoundingClientRect().right)""")
-        assert max(right_edges, default=0) <= 375, fragment
+        assert max(right_edges, default=0) <= width, fragment
         texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
         assert tab.evaluate(CONTRAST, texts) >= 4.5, fragment
+        heights = tab.evaluate("""[...document.querySelectorAll(".num, .number, .badge, .candidates th")].filter(
+            node => node.offsetParent && /^[-+.,0-9\u2212]+$/.test(node.textContent)).map(node => {
+              const range = document.createRange();
+              range.selectNodeContents(node);
+              return range.getClientRects().length;
+            })""")
+        assert set(heights) <= {1}, fragment
     phone.open("#view=results")
     shot = Image.open(io.BytesIO(tab.locator("figure svg").screenshot())).convert("L")
     darkest, lightest = shot.getextrema()
@@ -649,21 +658,6 @@ def test_a_finger_reads_what_the_columns_mean(phone, fragment, lines):
             cell => getComputedStyle(cell, "::before").content)""")
         assert ["".join(re.findall('"(.*?)"', text)) for text in contents] == ["rank ", "score ", "", "kind ",
                                                                                "tokens ", ""]
-
-
-@pytest.mark.parametrize("width", [375, 700, 1280])
-def test_a_number_does_not_break_over_lines(phone, width):
-    """Where a table has no room for it."""
-    phone.tab.set_viewport_size({"width": width, "height": 800})
-    for fragment in VIEWS:
-        heights = phone.open(fragment).evaluate("""
-            [...document.querySelectorAll(".num, .number, .badge, .candidates th")].filter(
-                node => node.offsetParent && /^[-+.,0-9\u2212]+$/.test(node.textContent)).map(node => {
-                  const range = document.createRange();
-                  range.selectNodeContents(node);
-                  return range.getClientRects().length;
-                })""")
-        assert set(heights) <= {1}, fragment
 
 
 def test_the_page_is_one_file_without_addresses(tmp_path):

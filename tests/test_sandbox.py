@@ -261,8 +261,7 @@ def test_what_an_answer_does_to_its_process_reaches_no_other(child, trace, damag
 
 def test_no_answer_sees_memory_of_references_or_other_answers(child):
     """Search the Python objects of a fresh answer's process for what another left (and its own, as a control)."""
-    mark = "marker-" + "of-an-earlier-answer"
-    assert values_of(child, f"def f(): return {mark!r} * 100", "f()")[0][0] == "ok"
+    assert values_of(child, "def f(): return 'marker-of-an-earlier-answer' * 100", "f()")[0][0] == "ok"
     search = """
 import gc
 own = "marker-of-this-answer"
@@ -335,12 +334,12 @@ def test_no_mutated_value_breaks_the_comparison():
     assert 500 < num_taken < 4500
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_fuzzed_results_cost_their_own_test(child, world, seed):
-    """Mutated results (even seeds) and random bytes (odd ones), as the result of one call and while the code loads."""
+    """Mutated results (seed 0) and random bytes, as the result of one call and while the code loads."""
     draw = random.Random(seed)
-    results = [mutated(["ok", encode(draw.choice(VALUES))], draw) for _ in range(9)]
-    lines = [draw.randbytes(draw.randrange(99)) if seed % 2 else json.dumps(result).encode()
+    results = [mutated(["ok", encode(draw.choice(VALUES))], draw) for _ in range(18)]
+    lines = [draw.randbytes(draw.randrange(99)) if seed else json.dumps(result).encode()
              for result in results if not is_result(json.loads(json.dumps(result)))]
     forged = b"\n".join(lines) + draw.choice([b"", b"\n"])
     code = hostile(world, f"os.write(RESULTS, {forged!r}); return 42")
@@ -400,17 +399,12 @@ def test_processor_time_decides(without_walls, monkeypatch):
     assert values == [["ok", .02], ["error", "time limit"], ["ok", 0]]
     sleeper = "import time\ndef f(n):\n    time.sleep(n)\n    return n"
     assert values_of(without_walls, sleeper, "f(.2)", limit_s=.05) == [["ok", .2]]
-    monkeypatch.setattr(sandbox, "CLOCK", 5)
-    assert values_of(without_walls, sleeper, "f(99)", "f(0)", limit_s=.2) == [["error", "time limit"], ["ok", 0]]
-
-
-def test_an_answer_as_a_whole_has_a_limit(without_walls, monkeypatch):
-    monkeypatch.setattr(sandbox, "CLOCK", 600)
-    monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", 0)
+    monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", 0)                 # an answer as a whole has a limit, too
     code = USE + "use(.1)\ndef f(n):\n    while n: pass\n    return n"
     values = values_of(without_walls, code, "f(0)", *["f(1)"] * 4, limit_s=.1)      # .5 s; .2 s for each f(1)
     assert values[:2] == [["ok", 0], ["error", "time limit"]] and values[-1] == ["error", ANSWER_TIME_LIMIT]
-    assert values_of(without_walls, "def f(n): return n", "f(1)") == [["ok", 1]]
+    monkeypatch.setattr(sandbox, "CLOCK", 5)
+    assert values_of(without_walls, sleeper, "f(99)", "f(0)", limit_s=.2) == [["error", "time limit"], ["ok", 0]]
 
 
 def test_descriptors_of_the_caller_are_closed(without_walls, monkeypatch):
@@ -583,19 +577,19 @@ def f(n):
             if {gives_up}: return number
     return n + 40"""
 CONTAINER = """
-import os, resource, sys
+import sys
 sys.path.insert(0, sys.argv[1])
 from colbench import ColBenchError
 from colbench.scorer import Scorer
-task = {"ground_truth": "def f(n): return n + 40", "test_cases": {str(n): f"f({n})" for n in (1, 2, 3)}}
-answers = [sys.argv[3], task["ground_truth"] + "  # right"] * 2
-tasks = [{**task, "ground_truth": f"{task['ground_truth']} # {number}"} for number in range(len(answers))]
+pairs, right, calls = [], "def f(n): return n + 40  # ", {str(n): f"f({n})" for n in (1, 2, 3)}
+for number, answer in enumerate([sys.argv[3], right] * 2):
+    pairs.append(({"ground_truth": f"{right}{number}", "test_cases": calls}, answer))
 try:
     scorer = Scorer(workers=2, time_limit_s=0.2)
     scorer.layers = [sys.argv[2]]
     with scorer:
-        for score in scorer.score(list(zip(tasks, answers))):
-            print("".join(map(str, map(int, score.tests))), end=" ")
+        for score in scorer.score(pairs):
+            print(*map(int, score.tests), sep="", end=" ")
 except ColBenchError as error:
     print("no layer:", error)
 """
