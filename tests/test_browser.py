@@ -166,9 +166,9 @@ def test_no_page_changes_the_next(draw, browser):
 
 
 def test_time_of_a_page(value):
-    assert value(MOVING, "[...document.querySelectorAll('div')].map(x => getComputedStyle(x).marginLeft)") == [
-        "300px", "0px", "200px", "100px"]
-    text = value(MOVING, "e.textContent")
+    margins, text = value(MOVING, "[[...document.querySelectorAll('div')].map(x => getComputedStyle(x).marginLeft), "
+                          "e.textContent]")
+    assert margins == ["300px", "0px", "200px", "100px"]
     assert text.startswith("Wed Jan 01 2025 12:00:00 GMT+0000 (Coordinated Universal Time),Wed Jan 01 2025 12:00:00")
     assert ",1735732800000,0,0.36925" in text and text.endswith(" text 1 2 3 late 4 5 6")
 

@@ -41,13 +41,10 @@ def alone(tmp_path):
     return alone
 
 
-def test_colbench_alone_needs_no_package(alone):
+def test_the_docstring_s_lines_run_without_any_package(alone):
+    """They play a task, and print what the user simulator says and how two answers score."""
     code = "import colbench, importlib.util\nassert importlib.util.find_spec('torch') is None\nprint(*colbench.DOMAINS)"
     assert alone(code).split() == list(colbench.DOMAINS)
-
-
-def test_the_docstring_s_lines_run(alone):
-    """They play a task, and print what the user simulator says and how two answers score."""
     lines = re.findall(r"(?m)^    (.*)$", re.search(r"(?s)In ten lines.*?:\n\n(.*?)\n\n", colbench.__doc__)[1])
     assert len(lines) == 10
     said, good, bad = alone("\n".join(lines)).splitlines()

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from colbench import written
-from conftest import read, refused, run, stage
+from conftest import call, read, refused, run, stage
 from lib.runtime import InputError
 from lib.servers import strip_thoughts
 
@@ -83,15 +83,12 @@ def arguments(out, *more):
     return ["--source", "llm", "--model", "http://localhost:1/v1#fake", "--concurrency", 4, "--out", out, *more]
 
 
-def make(*given):
-    generate_tasks.main(list(map(str, given)))
-
-
-def test_what_becomes_of_replies(sampler, tmp_path, capsys):
+def test_what_becomes_of_replies(sampler, tmp_path):
     """Each attempt has its text and its seed."""
     (tmp_path / "seeds").write_text("About bees.\nIn two lines.\n\nAbout trees.\n")
     sampler.replies = REPLIES + [wrote(TIDE.replace("12", "6"))] * 3             # the last block is not needed whole
-    make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--seeds", tmp_path / "seeds", "--temperature", 0.5))
+    printed = call(1, *arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--seeds", tmp_path / "seeds", "--temperature",
+                                 0.5))
     tasks, rejected = read(tmp_path / "t.jsonl"), read(tmp_path / "t.rejected.jsonl")
     assert [(task["attempt"], task["ground_truth"], task["problem_description"]) for task in tasks] == [
         (0, CAKE, CAKE_WANTED), (2, CODES, CODES_WANTED), (12, TIDE, TIDE_WANTED)]
@@ -101,7 +98,6 @@ def test_what_becomes_of_replies(sampler, tmp_path, capsys):
     assert outcomes == {i: reply for i, (reply, reason) in enumerate(ATTEMPTS) if reason != "kept"}
     assert all(row["reason"].startswith(ATTEMPTS[row["attempt"]][1]) for row in rejected)
     assert {path.name for path in tmp_path.iterdir()} == {"t.jsonl", "t.jsonl.args.json", "t.rejected.jsonl", "seeds"}
-    printed = capsys.readouterr().out
     assert ("13 attempts: 3 kept, 2 no JSON object, 1 too few tests, 1 random, 1 vacuous, 1 reference fails, 1 order "
             "of a set, 1 near duplicate, 1 the body of a kept task, 1 code in the description\n") in printed
     assert json.loads((tmp_path / "t.jsonl.args.json").read_text())["costs"]["generated_tokens"] == 130
@@ -109,8 +105,7 @@ def test_what_becomes_of_replies(sampler, tmp_path, capsys):
     assert sum("About bees.\nIn two lines.\n\n" in text for text in texts) == 8 and len(texts) == 16
     assert {row["seed_text"] for row in rejected} == {"About bees.\nIn two lines.", "About trees."}
     assert len(set(seeds)) == 16 and set(temperatures) == {0.5}
-    make("--check", tmp_path / "t.jsonl")
-    assert "3 tasks, 30 tests: no finding" in capsys.readouterr().out
+    assert "3 tasks, 30 tests: no finding" in call(1, "--check", tmp_path / "t.jsonl")
 
 
 def test_other_splits_are_counted_apart(sampler, tmp_path):
@@ -127,18 +122,18 @@ FEW = [REPLIES[i] for i in (0, 1, 3, 4, 2, 11, 12)]                             
 
 def test_batches_and_a_server_that_dies_do_not_change_the_file(sampler, tmp_path):
     sampler.replies = list(FEW)
-    make(*arguments(tmp_path / "whole.jsonl", "--num-tasks", 3, "--concurrency", 7))
+    call(1, *arguments(tmp_path / "whole.jsonl", "--num-tasks", 3, "--concurrency", 7))
     asked = [seed for _, _, seed in sampler.chats]
     sampler.replies, sampler.chats[:] = FEW[:5] + [InputError("the server died")], []
     command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3)
     assert refused(1, *command) == "the server died"
     assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.rejected.jsonl").exists()
     sampler.replies, sampler.chats[:] = [*FEW[5:], ""], []
-    make(*command)
+    call(1, *command)
     assert [seed for _, _, seed in sampler.chats][:2] == asked[5:]               # what is there is not asked again
     for ending in ("jsonl", "rejected.jsonl"):
         assert (tmp_path / f"t.{ending}").read_bytes() == (tmp_path / f"whole.{ending}").read_bytes()
-    make(*command)                                                                                  # done: asks nothing
+    call(1, *command)                                                                              # done: asks nothing
 
 
 def test_too_many_attempts_are_one_line_and_more_of_them_go_on(sampler, tmp_path):
@@ -149,7 +144,7 @@ def test_too_many_attempts_are_one_line_and_more_of_them_go_on(sampler, tmp_path
         f"{tmp_path / 't.rejected.jsonl'}); the same command with a higher one goes on from here")
     assert len(read(tmp_path / "t.rejected.jsonl")) == 3 and not (tmp_path / "t.jsonl").exists()
     sampler.replies = FEW[4:]
-    make(*command, 7)
+    call(1, *command, 7)
     assert [task["attempt"] for task in read(tmp_path / "t.jsonl")] == [0, 4, 6] and sampler.replies == []
 
 

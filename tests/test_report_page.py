@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shutil
-import time
 
 import pytest
 
@@ -118,6 +117,11 @@ def launch(driver):
     return driver.chromium.launch(executable_path=path, args=["--proxy-server=http://nothing.invalid:9"])
 
 
+DRAWN = """async () => {
+  while (typeof drawn !== "undefined" && drawn !== location.hash) await new Promise(done => setTimeout(done, 10));
+}"""
+
+
 class Page:
     """A page of the browser that notes what must not happen: errors, dialogs, other requests than for the file."""
     def __init__(self, browser, path, **options):
@@ -139,10 +143,7 @@ class Page:
     def drawn_after(self, act):
         def act_and_wait(*args, **options):
             act(*args, **options)
-            deadline = time.monotonic() + 180                       # the policy forbids wait_for_function
-            while not self.tab.evaluate("typeof drawn === 'undefined' || drawn === location.hash"):
-                assert time.monotonic() < deadline
-                self.tab.wait_for_timeout(10)
+            self.tab.evaluate(DRAWN)                                # the policy forbids wait_for_function
         return act_and_wait
 
     def asked(self, request):

@@ -169,11 +169,9 @@ def test_a_search_plays_each_setting_on_validation_tasks(call):
     commands = call("mtdpo", "sweet", "--split", "validation", "--seeds", "9", "--grid", "lr=1e-4,3e-4", "beta=0.1,0.3")
     assert {command["split"] for command in commands.values() if command["stage"] == "01"} == {"train", "validation"}
     policies = {name: command for name, command in commands.items() if command["stage"] == "04"}
-    settings = {}
-    for arm in ("mtdpo", "sweet"):
-        for lr, beta in itertools.product(("1e-4", "3e-4"), ("0.1", "0.3")):
-            settings[f"o/seed9/{arm}_lr{lr}_beta{beta}"] = float(lr), float(beta)
-    assert {name: (command["lr"], command["beta"]) for name, command in policies.items()} == settings
+    assert {name: (command["lr"], command["beta"]) for name, command in policies.items()} == {
+        f"o/seed9/{arm}_lr{lr}_beta{beta}": (float(lr), float(beta)) for arm, lr, beta in itertools.product(
+            ("mtdpo", "sweet"), ("1e-4", "3e-4"), ("0.1", "0.3"))}
     assert [(row["method"], row["lr"], row["beta"]) for row in rows_of("o/table.csv")[:2]] == [
         ("mtdpo", "1e-4", "0.1"), ("mtdpo", "1e-4", "0.3")]
 
