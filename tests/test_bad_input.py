@@ -110,7 +110,11 @@ ROWS = [("tasks", None, text, message) for text, message in (                   
     (("facts", 0, "questions"), [1], "facts: item 0: questions: item 0 is a int, not a str"),
     (("template",), "{nothing}", '"template" cannot be filled'),
 )] + [("sql", *case) for case in (
-    (("databases",), {}, '"databases" is a dict, not a list'),
+    (("schema",), 1, '"schema" is a int, not a str'),
+    (("databases",), {}, '"databases" is a dict, not a list'), (("databases",), [{}], "not of 2 or more"),
+    (("databases",), [{}, {"a": 1}], '"a" is a int, not a list'), (("databases", 1), [], "a list, not an object"),
+    (("facts", 0, "slot"), ..., 'facts: item 0: missing "slot"'),
+    (("facts", 0, "by"), "look", 'facts: item 0: missing "looks"'),
     (("facts", 0, "by"), "guess", "\"by\" is 'guess', not 'ask' or 'look'"),
     (("idle_looks",), ..., 'missing "idle_looks"'),
 )] + [("frontend", *case) for case in (
@@ -196,6 +200,7 @@ REQUIRED = {1: "--out o", 2: "--tasks t --agent script --out o", 3: TRAIN, 4: f"
             5: "a=b --out o", "critics": "--trajectories t --out o"}
 FLAGS = {                       # {program: flags, or (flags, what the line says)}; else the line names the flag
     1: ["--num-tasks 0", "--out ''", "--source llm", "--model smollm2", "--seeds x", "--max-attempts 3",
+        ("--trajectories", "needs --source colbench"),
         ("--source llm --model smollm2 --path x", "--path needs")],
     2: ["--agent ''", "--temperature -1", "--chat-template-args []", "--chat-template-args '{\"person\": {}}'",
         "--samples x", "--system-prompt f", "--branch 4", "--best-of 2",

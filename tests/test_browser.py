@@ -54,19 +54,22 @@ def browser(tmp_path_factory):
     browser.close()
 
 
-@pytest.fixture(scope="module")
-def render(browser):
-    return lambda html, **options: asyncio.run(browser.render(html, **options))
+def render(browser, html, **options):
+    return asyncio.run(browser.render(html, **options))
 
 
-@pytest.fixture(scope="module")
-def value(render):
-    """value(html, read): what JavaScript reads on the page; there must be no fault."""
-    def value(html, read):
-        image, spec, fault = render(html, screenshot=False, read=read)
-        assert (image, fault) == (None, None)
-        return spec
-    return value
+def value(browser, html, read):
+    """What JavaScript reads on the page; there must be no fault."""
+    image, spec, fault = render(browser, html, screenshot=False, read=read)
+    assert (image, fault) == (None, None)
+    return spec
+
+
+def draw(browser, html, read=None):
+    """(bytes of the screenshot, spec, fault), drawn anew."""
+    screenshot_path(browser.images, html).unlink(missing_ok=True)
+    image, spec, fault = render(browser, html, read=read)
+    return data(image), spec, fault
 
 
 def forget_tab(browser):
@@ -74,16 +77,6 @@ def forget_tab(browser):
     if browser.tabs[0]:
         browser.call(browser.close_part(browser.tabs[0].context)).result()
         browser.tabs[0] = None
-
-
-@pytest.fixture
-def draw(render, browser):
-    """draw(html): (bytes of the screenshot, spec, fault), drawn anew."""
-    def draw(html, read=None):
-        screenshot_path(browser.images, html).unlink(missing_ok=True)
-        image, spec, fault = render(html, read=read)
-        return data(image), spec, fault
-    return draw
 
 
 TAILWIND_FILES = pathlib.Path(sys.prefix, "tailwind")
@@ -101,33 +94,33 @@ def data(path):
 
 # --- pictures
 
-def test_a_picture(render, browser):
-    result = render(PLAIN)
+def test_a_picture(browser):
+    result = render(browser, PLAIN)
     assert result == Render(str(screenshot_path(browser.images, PLAIN)), None, None)
     assert picture(result.image).size == (1280, 720) and picture(result.image).getpixel((1200, 700)) == (10, 20, 30)
     assert len(pathlib.Path(result.image).stem) == 16
     assert [path for path in browser.images.iterdir() if path.suffix != ".png"] == []
     for width, height, size in ((1500, 1000, (1500, 1000)), (9000, 200_000, (2560, 8192))):
-        result = render(f"<body style='margin:0'><div style='height:{height}px;width:{width}px'>")
+        result = render(browser, f"<body style='margin:0'><div style='height:{height}px;width:{width}px'>")
         assert picture(result.image).size == size and result.fault is None
 
 
-def test_read(value, render, browser):
-    assert value("<p id=a>two <b>words", "({text: a.innerText, list: [1, null]})") == {
+def test_read(browser):
+    assert value(browser, "<p id=a>two <b>words", "({text: a.innerText, list: [1, null]})") == {
         "text": "two words", "list": [1, None]}
     # what a page does to its own JavaScript does not reach what is read
     page = "<p id=a>one<script>Element.prototype.getBoundingClientRect = () => ({height: 1}); " \
            "JSON.stringify = 0; Promise = 0</script>"
-    assert value(page, "a.getBoundingClientRect().height > 10") is True
-    assert "boom" in render("<p>", screenshot=False, read="(() => { throw new Error('boom') })()").fault
+    assert value(browser, page, "a.getBoundingClientRect().height > 10") is True
+    assert "boom" in render(browser, "<p>", screenshot=False, read="(() => { throw new Error('boom') })()").fault
 
 
-def test_same_bytes(draw, tmp_path):
+def test_same_bytes(browser, tmp_path):
     """Again on the same tab, and beside others in another browser; animations stand at their end, clocks at 2 s."""
     gradient = "<body style='background:linear-gradient(red,blue);height:3000px;font-size:30px'>ff fi é €" * 5
     pages = [PLAIN, MOVING, gradient]
-    first = [draw(page) for page in pages]
-    assert [draw(page) for page in pages] == first
+    first = [draw(browser, page) for page in pages]
+    assert [draw(browser, page) for page in pages] == first
     other = Browser(tmp_path)
 
     async def draw_all():
@@ -153,37 +146,37 @@ SHEET = [f"<style>@\\69mport 'https://unpkg.com/tailwindcss@2.2.19/dist/tailwind
          for name in ("p-4", "pl-8")]
 
 
-def test_no_page_changes_the_next(draw, browser):
+def test_no_page_changes_the_next(browser):
     """One after the other on one tab, pages give the bytes and specs that each gives in a process of its own."""
     pages = SEQUENCE + (SHEET if TAILWIND_FILES.exists() else [])
     read = (PAGES / "layout.js").read_text()
-    in_turn = [draw(page, read) for page in pages]
+    in_turn = [draw(browser, page, read) for page in pages]
     images, _, faults = zip(*in_turn)
     assert {*faults} == {None} and len({*images}) > len(pages) - 3
     for number in (1, 3, 5, 7, *range(8, len(pages), 2)):           # what would show what the page before has left
         forget_tab(browser)
-        assert draw(pages[number], read) == in_turn[number], pages[number]
+        assert draw(browser, pages[number], read) == in_turn[number], pages[number]
 
 
-def test_time_of_a_page(value):
-    margins, text = value(MOVING, "[[...document.querySelectorAll('div')].map(x => getComputedStyle(x).marginLeft), "
-                          "e.textContent]")
+def test_time_of_a_page(browser):
+    margins = "[...document.querySelectorAll('div')].map(x => getComputedStyle(x).marginLeft)"
+    margins, text = value(browser, MOVING, f"[{margins}, e.textContent]")
     assert margins == ["300px", "0px", "200px", "100px"]
     assert text.startswith("Wed Jan 01 2025 12:00:00 GMT+0000 (Coordinated Universal Time),Wed Jan 01 2025 12:00:00")
     assert ",1735732800000,0,0.36925" in text and text.endswith(" text 1 2 3 late 4 5 6")
 
 
-def test_too_large(render):
-    result = render("é" * 1_000_001)
+def test_too_large(browser):
+    result = render(browser, "é" * 1_000_001)
     assert result == Render(None, None, "page larger than 2,000,000 bytes (2,000,002)")
-    assert render("<p>lone \ud800 surrogate").fault is None and render("").fault is None
+    assert render(browser, "<p>lone \ud800 surrogate").fault is None and render(browser, "").fault is None
 
 
-def test_fonts(value):
+def test_fonts(browser):
     """All names end at Liberation; nothing of the machine's other fonts is in a picture."""
     if not renderer.write_fonts(os.environ.get("TMPDIR", "/tmp")):
         pytest.skip("no Liberation fonts: apt-get install fonts-liberation")
-    widths = value("<p>", (PAGES / "widths.js").read_text())        # of "Wim" at 100 px
+    widths = value(browser, "<p>", (PAGES / "widths.js").read_text())                            # of "Wim" at 100 px
     # 944 + 222 + 833 thousandths; 944 + 278 + 778, less 40 between W and i; 3 of 600
     assert [round(width) for width in widths] == [200, 200, 200, 196, 196, 180, 180]
 
@@ -213,11 +206,12 @@ def test_photo_sizes(address, size):
     assert published.one_photo(page.format(photo)) == page.format(photo)
 
 
-def test_photos(value, render, browser):
+def test_photos(browser):
     page = "<style>* {margin:0; display:block}</style><img src=https://picsum.photos/id/48/300/200>" \
            "<img style='margin-top:3000px' loading=lazy src=https://placehold.co/60x40>"
-    assert value(page, "[...document.images].map(i => [i.naturalWidth, i.naturalHeight])") == [[300, 200], [60, 40]]
-    assert picture(render(page).image).getpixel((150, 100)) == (187, 187, 187)
+    sizes = "[...document.images].map(i => [i.naturalWidth, i.naturalHeight])"
+    assert value(browser, page, sizes) == [[300, 200], [60, 40]]
+    assert picture(render(browser, page).image).getpixel((150, 100)) == (187, 187, 187)
 
 
 SHEET_2 = "https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css"
@@ -228,12 +222,12 @@ TAILWIND = [f'<link rel="stylesheet" href="{SHEET_2}">', '<script src="https://c
 
 @needs_tailwind
 @pytest.mark.parametrize("head", TAILWIND, ids=range(2, 5))
-def test_tailwind(value, head):
+def test_tailwind(browser, head):
     page = f"<!DOCTYPE html><head>{head}</head><body><h1 class='p-4 md:w-1/2'>A</h1><p id=a></p><script>" \
            "setTimeout(() => { a.className = 'pl' + '-6' }, 500)</script>"
     padding = "[...document.querySelectorAll('h1, p')].map(x => getComputedStyle(x).paddingLeft)"
-    assert value(page, padding) == ["16px", "24px"]
-    assert value(page, "document.querySelector('h1').offsetWidth") == 640
+    assert value(browser, page, padding) == ["16px", "24px"]
+    assert value(browser, page, "document.querySelector('h1').offsetWidth") == 640
 
 
 STYLE_2, CDN_3 = "tailwindcss-2.2.19/dist/tailwind.min.css", "tailwindcss-cdn-3.4.10/tailwindcss"
@@ -253,27 +247,27 @@ def test_addresses_of_tailwind(url, name):
 
 
 @needs_tailwind
-def test_rules_left_out(draw, monkeypatch):
+def test_rules_left_out(browser, monkeypatch):
     """A page without scripts gets the rules for its own classes alone, and looks as with all of them."""
     path = TAILWIND_FILES / STYLE_2
     assert 6_000 < len(renderer.style_sheet(path, CLASSES)) < 7_000
     assert len(renderer.style_sheet(path, CLASSES + "<script>")) == path.stat().st_size == 2_934_019
     assert "".join(text for text, _ in renderer.style_rules(path)) == path.read_text()
-    result = draw(CLASSES)
+    result = draw(browser, CLASSES)
     monkeypatch.setattr(renderer, "style_sheet", lambda path, page: path.read_text())
-    assert draw(CLASSES) == result
+    assert draw(browser, CLASSES) == result
 
 
-def test_tailwind_missing(render, browser, tmp_path, monkeypatch):
+def test_tailwind_missing(browser, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     with pytest.raises(ColBenchError, match="bash tests/run.sh"):
-        render(TAILWIND[0])
+        render(browser, TAILWIND[0])
     browser.error = None
 
 
 # --- hostile pages: they reach nothing, and the next page is drawn
 
-def test_reaches_nothing(render, browser, listener, monkeypatch):
+def test_reaches_nothing(browser, listener, monkeypatch):
     refused, answer = [], browser.answer
 
     async def counted(tab, route):
@@ -283,18 +277,18 @@ def test_reaches_nothing(render, browser, listener, monkeypatch):
     leaves, once = REACH.replace("AT", f"127.0.0.1:{listener.port}"), "for (const name in tries)"
     assert once in leaves
     stays = leaves.replace(once, f"{once} if (!/click|download|form|leave/.test(name))")
-    result = render(stays, read="out.textContent")
+    result = render(browser, stays, read="out.textContent")
     assert result.fault is None and result.spec == "" and picture(result.image).size[0] == 1280
     monkeypatch.setattr(renderer, "MAX_PAGE_S", 3)                    # no load event comes while a page tries to leave
-    assert render(leaves).image is None
+    assert render(browser, leaves).image is None
     monkeypatch.setattr(renderer, "MAX_PAGE_S", 10)
-    assert render(PLAIN, read="document.querySelector('h1').innerText").spec == "A shop"
+    assert render(browser, PLAIN, read="document.querySelector('h1').innerText").spec == "A shop"
     assert listener.heard() == []
     assert len([url for url in refused if f"127.0.0.1:{listener.port}" in url]) > 15
     assert len(browser.chromium.contexts) == 1 and len(browser.chromium.contexts[0].pages) == 1
 
 
-def test_second_wall(render, browser, listener, monkeypatch):
+def test_second_wall(browser, listener, monkeypatch):
     """With all requests let through, the browser itself still reaches nothing."""
     async def let_through(tab, route):
         with contextlib.suppress(browser.Error):
@@ -307,42 +301,42 @@ def test_second_wall(render, browser, listener, monkeypatch):
     forget_tab(browser)                                             # the next one starts without these walls
     for host in ("127.0.0.1", "localhost"):
         for page in (REACH, RTC):
-            render(page.replace("AT", f"{host}:{listener.port}"), screenshot=False,
+            render(browser, page.replace("AT", f"{host}:{listener.port}"), screenshot=False,
                    read="new Promise(done => setTimeout(done, 500))")
-    assert render("<p>alive", read="document.body.innerText").spec == "alive"
+    assert render(browser, "<p>alive", read="document.body.innerText").spec == "alive"
     forget_tab(browser)
     assert listener.heard() == []
 
 
 @pytest.mark.parametrize("page, fault", GIVEN["faults"])
-def test_faults(render, browser, monkeypatch, page, fault):
+def test_faults(browser, monkeypatch, page, fault):
     limit = float(fault.split()[-2]) if "within" in fault else 10
     monkeypatch.setattr(renderer, "MAX_PAGE_S", limit)
-    assert render(page) == Render(None, None, fault)
+    assert render(browser, page) == Render(None, None, fault)
     monkeypatch.setattr(renderer, "MAX_PAGE_S", 10)
-    assert render("<p>next", read="document.body.innerText").spec == "next"
+    assert render(browser, "<p>next", read="document.body.innerText").spec == "next"
 
 
 @pytest.mark.parametrize("page, text", GIVEN["harmless"])
-def test_harmless(value, page, text):
-    assert "".join(value(page, "document.body.innerText").split()) == text
+def test_harmless(browser, page, text):
+    assert "".join(value(browser, page, "document.body.innerText").split()) == text
 
 
-def test_nothing_left_behind(value, browser):
-    found = value(LEAVE + FIND, "a.textContent")                    # on one page, so that its silence means something
+def test_nothing_left_behind(browser):
+    found = value(browser, LEAVE + FIND, "a.textContent")           # on one page, so that its silence means something
     assert set(found.split(",")) == {                               # cookies are denied to every page
         "channel", "global1", "namemark", "array1", "document1", "local1", "titlemark", "session1", "historytrue",
         "statemark", "hash#mark", "scroll4330"}
-    assert value(FIND, "a.textContent") == ""
+    assert value(browser, FIND, "a.textContent") == ""
     for _ in range(2):
-        value(LEAVE, "1")
-        assert value(FIND, "a.textContent") == ""
+        value(browser, LEAVE, "1")
+        assert value(browser, FIND, "a.textContent") == ""
     assert browser.call(browser.chromium.contexts[0].cookies()).result() == []
 
 
-def test_nothing_goes_on(value, browser):
+def test_nothing_goes_on(browser):
     """A page that acts is gone as soon as it is drawn."""
-    assert value("<p>a<script>onload = () => { (function f() { fetch('data:,').then(f) })() }</script>",
+    assert value(browser, "<p>a<script>onload = () => { (function f() { fetch('data:,').then(f) })() }</script>",
                  "document.body.innerText") == "a"
     assert browser.call(browser.tabs[0].page.evaluate("document.body.innerHTML")).result() == ""
 
@@ -357,7 +351,7 @@ def test_killed(tmp_path):
     async def faults_of(*pages):
         return [render.fault for render in await asyncio.gather(*map(browser.render, pages))]
 
-    async def draw():
+    async def draw_all():
         await browser.render("first")
         first, draw_page = browser.pid, browser.draw
         tasks = asyncio.create_task(faults_of(*map(slow.format, range(3))))
@@ -374,7 +368,7 @@ def test_killed(tmp_path):
             return await draw_page(tab, html, *options)
         browser.draw = deadly
         assert await faults_of(slow.format(8), "deadly", PLAIN) == [None, "the browser died of it", None]
-    asyncio.run(draw())
+    asyncio.run(draw_all())
     browser.close()
     assert [path.suffix for path in tmp_path.iterdir()] == [".png"] * 6
 

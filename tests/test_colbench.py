@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import common
 from colbench import ColBenchError, published, task_id
-from conftest import BASE, call, read, refused, ROOT, stage, trajectory, turns, write
+from conftest import BASE, call, read, refused, ROOT, trajectory, turns, write
 from lib.data import read_trajectories
 from lib.runtime import InputError
 
@@ -148,13 +148,6 @@ def test_arguments_are_refused_in_one_line(flags, line, tmp_path):
     """Without the hub it says what to do."""
     assert re.fullmatch(line, refused(1, "--source", "colbench", *flags, "--out", tmp_path / "t.jsonl"))
     assert not list(tmp_path.iterdir())
-
-
-def test_flags_of_colbench_need_it(capsys):
-    for flags in (["--path", "x"], ["--trajectories"]):
-        with pytest.raises(SystemExit):
-            stage(1).parse_args([*flags, "--out", "t"])
-        assert "needs --source colbench" in capsys.readouterr().err
 
 
 # --- WebSight

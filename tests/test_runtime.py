@@ -15,9 +15,9 @@ from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime
 
 
 @pytest.mark.parametrize("content, message", [
-    (b"", "no rows in it"), (b'{"a": 1}\n{"a"', "2: not JSON"), (b'{"b": 1}\n', '1: missing "a"'),
-    (b"[1]\n", "1: a list"), (b'{"a": "x"}\n', '1: "a" is a str, not a int'), (b"\xff{}", "1: not JSON")])
+    (b"", "no rows in it"), (b'{"b": 1}\n', '1: missing "a"'), (b"\xff{}", "1: not JSON")])
 def test_broken_jsonl_is_named_by_line(tmp_path, content, message):
+    """test_bad_input.py has what rows may lack."""
     (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=f"rows.jsonl:.*{message}"):
         read_jsonl(tmp_path / "rows.jsonl", {"a": int})

@@ -12,7 +12,7 @@ import types
 
 import pytest
 
-from colbench import check_kind, ColBenchError, in_split, make_tasks, sql, sql_mutants
+from colbench import in_split, make_tasks, sql, sql_mutants
 from colbench.sql_child import canonical
 from colbench.sql_text import begins_as, is_ordered, MAX_CHARS, QUERY, statement_of
 from conftest import call, read, ROOT, turns, write
@@ -336,19 +336,6 @@ def test_an_asker_takes_what_has_most_values_first():
     assert sql.asker_turn(BY_HAND, START, 8, random.Random(0)) == LOOK
     assert sql.asker_turn(BY_HAND, START + LOOKED, 8, random.Random(0)) == "What is the limit?"
     assert sql.asker_turn(BY_HAND, START, 1, random.Random(0)).startswith(sql.MARKER)
-
-
-LOOK_FACT = {"topic": "t", "questions": ["?"], "matters": False, "told": False, "by": "look"}
-
-
-@pytest.mark.parametrize("change, line", [
-    ({"schema": 1}, '"schema" is a int, not a str'), ({"databases": [{}]}, "not of 2 or more"),
-    ({"databases": [{}, {"a": 1}]}, '"a" is a int, not a list'), ({"databases": [{}, []]}, "a list, not an object"),
-    ({"facts": [LOOK_FACT]}, 'facts: item 0: missing "looks"'),
-    ({"facts": [{**LOOK_FACT, "matters": True}]}, 'facts: item 0: missing "slot"')])
-def test_bad_tasks_are_one_line(change, line):
-    with pytest.raises(ColBenchError, match=re.escape(line)):
-        check_kind({**task_of("sum"), **change}, sql.TASK, "file:1")
 
 
 def test_a_simulating_model_is_told_its_part(environment):
