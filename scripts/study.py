@@ -189,7 +189,7 @@ class Run(typing.NamedTuple):
         kind = self.table.get("c")
         if kind is None:
             return path
-        return self.step(f"offline-{kind}.jsonl", f"scripts/change_c.py --kind {kind}", trajectories=path)
+        return self.step(f"{path.stem}-{kind}.jsonl", f"scripts/change_c.py --kind {kind}", trajectories=path)
 
     def critic(self):
         """Its critic: a folder, "untrained", or None."""

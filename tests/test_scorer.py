@@ -16,9 +16,8 @@ from colbench.sandbox import Sandbox
 from colbench.scorer import reward_of, Scorer
 from colbench.values import encode, equal_values, is_encoded, readable
 from conftest import call as call_stage
-from conftest import read
+from conftest import read, trajectory, write
 from lib.data import read_tasks
-from lib.runtime import write_jsonl
 
 F = "def f(n):\n    return n * n or None"
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n if n else None",
@@ -148,8 +147,7 @@ def test_references_that_return_nothing_are_counted_where_tasks_are_read(tmp_pat
     silent = ["def f(n): print(n)", "def f(values):\n    values.sort()\n    return", "def f(n): return None"]
     others = ["def f(n): return print(n)", "def f(n): yield n", "f = len", "def f(n)"]
     tasks = [task_of(reference, "f(1)") | {"problem_description": "?"} for reference in silent + others]
-    write_jsonl(tmp_path / "tasks.jsonl", tasks)
-    assert len(read_tasks(tmp_path / "tasks.jsonl")) == 7
+    assert len(read_tasks(write(tmp_path / "tasks.jsonl", tasks))) == 7
     assert "3 of 7 references return nothing" in capsys.readouterr().out
 
 
@@ -276,8 +274,6 @@ def test_a_dead_child_is_an_error_not_a_zero():
 
 # ---- the published scorer's verdicts
 
-LOOP = "def f(n):\n    total = 1\n    for i in range(2, n + 1):\n        total *= i\n    return total"
-TEN = task_of(LOOP, *(f"f({n})" for n in range(10)))
 @pytest.mark.parametrize("name, calls, references, answers", PUBLISHED, ids=lambda value: str(value)[:40])
 def test_published_verdicts(compat, scorer, monkeypatch, name, calls, references, answers):
     monkeypatch.setattr(sandbox, "CLOCK", 4)                        # 2 s for a call that sleeps
@@ -290,11 +286,10 @@ def test_published_verdicts(compat, scorer, monkeypatch, name, calls, references
 
 
 def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
-    answers = {"a": LOOP, "b": "def f(n): raise SystemExit", "c": "import math\ndef f(n): return math.factorial(n)"}
-    write_jsonl(tmp_path / "t.jsonl", [
-        {"task": {"problem_description": name, **TEN}, "answer": answer,
-         "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]}
-        for name, answer in answers.items()])
+    answers = {"a": "def f(n): return 2 * n", "b": "def f(n): raise SystemExit", "c": "def f(n): return n + n"}
+    task = task_of(answers["a"], *(f"f({n})" for n in range(10)))
+    write(tmp_path / "t.jsonl", [trajectory(name, answer, task={"problem_description": name, **task})
+                                 for name, answer in answers.items()])
     out = call_stage(5, f"a={tmp_path}/t.jsonl", "--compat", "--out", tmp_path / "out")
     assert "published: success" in out
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["a"]
@@ -315,8 +310,7 @@ def test_data_check(tmp_path):
     tasks = [{"problem_description": "?", **task_of(f"def f(n): {body}", "f(0)", "f(1)", "f(1)", "f(2)")}
              for body, _, _ in checked]
     tasks[0]["test_cases"]["test3"] = "f(2) == 2"
-    write_jsonl(tmp_path / "tasks.jsonl", tasks)
-    out = call_stage(1, "--check", tmp_path / "tasks.jsonl", "--out", tmp_path / "findings.jsonl")
+    out = call_stage(1, "--check", write(tmp_path / "tasks.jsonl", tasks), "--out", tmp_path / "findings.jsonl")
     rows = read(tmp_path / "findings.jsonl")
     assert [(list(row["findings"]), row["constant"]) for row in rows] == [row[1:] for row in checked]
     assert "tasks.jsonl:2: reference fails (test0: ZeroDivisionError" in out
