@@ -399,12 +399,14 @@ def test_processor_time_decides(without_walls, monkeypatch):
     assert values == [["ok", .02], ["error", "time limit"], ["ok", 0]]
     sleeper = "import time\ndef f(n):\n    time.sleep(n)\n    return n"
     assert values_of(without_walls, sleeper, "f(.2)", limit_s=.05) == [["ok", .2]]
+    monkeypatch.setattr(sandbox, "CLOCK", 5)
+    assert values_of(without_walls, sleeper, "f(99)", "f(0)", limit_s=.2) == [["error", "time limit"], ["ok", 0]]
+    monkeypatch.setattr(sandbox, "CLOCK", 600)
     monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", 0)                 # an answer as a whole has a limit, too
     code = USE + "use(.1)\ndef f(n):\n    while n: pass\n    return n"
     values = values_of(without_walls, code, "f(0)", *["f(1)"] * 4, limit_s=.1)      # .5 s; .2 s for each f(1)
     assert values[:2] == [["ok", 0], ["error", "time limit"]] and values[-1] == ["error", ANSWER_TIME_LIMIT]
-    monkeypatch.setattr(sandbox, "CLOCK", 5)
-    assert values_of(without_walls, sleeper, "f(99)", "f(0)", limit_s=.2) == [["error", "time limit"], ["ok", 0]]
+    assert values_of(without_walls, "def f(n): return n", "f(1)") == [["ok", 1]]
 
 
 def test_descriptors_of_the_caller_are_closed(without_walls, monkeypatch):
