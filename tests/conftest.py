@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from processes import start as start_process
+import processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BASE = ROOT / "models" / "tiny"
@@ -61,12 +61,12 @@ def fork(name):
     return importlib.import_module(f"examples.{name}")
 
 
-def begin(script, *arguments, folder, rank=0, environment=None):
+def begin(script, *arguments, folder, rank=0, environment=None, run=processes.run_program):
     """Start a stage, or a module ("examples.grpo"), in a process of its own, its output in files of `folder`.
-    Returns the multiprocessing.Process."""
+    Returns the multiprocessing.Process. run: what is called with the words of the command."""
     program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
-    return start_process([*program, *map(str, arguments)], {**os.environ, **(environment or {})},
-                         f"{folder}/{rank}.out", f"{folder}/{rank}.err")
+    return processes.start(run, [*program, *map(str, arguments)], {**os.environ, **(environment or {})},
+                           f"{folder}/{rank}.out", f"{folder}/{rank}.err")
 
 
 def ended(process):
@@ -86,11 +86,11 @@ def begin_ranks(ranks, script, *arguments, folder):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = []
+    begun = []
     for rank in range(ranks):
         environment = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        processes.append(begin(script, *arguments, folder=folder, rank=rank, environment=environment))
-    return processes
+        begun.append(begin(script, *arguments, folder=folder, rank=rank, environment=environment))
+    return begun
 
 
 def run(script, *arguments, ranks=1):

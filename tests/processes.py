@@ -26,15 +26,15 @@ def context():
     return found
 
 
-def start(argv, environment, output, errors):
-    """Start a process as `python argv`, with what it prints in two files; returns a multiprocessing.Process."""
-    process = context().Process(target=become, args=(argv, environment, output, errors))
+def start(run, argv, environment, output, errors):
+    """Start run(argv) in a process, with what it prints in two files; returns a multiprocessing.Process."""
+    process = context().Process(target=become, args=(run, argv, environment, output, errors))
     process.start()
     return process
 
 
-def become(argv, environment, output, errors):
-    """In a fork: a process as if started by `python argv`. Its scorers start one worker, as on a machine with one core:
+def become(run, argv, environment, output, errors):
+    """In a fork: run(argv) as in a process of its own. Its scorers start one worker, as on a machine with one core:
     a second one takes 0.2 s (test_sandbox.py and test_scorer.py are about several)."""
     for number, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC), number)
@@ -44,7 +44,7 @@ def become(argv, environment, output, errors):
     gc.freeze()                                                      # a collection copies no pages of the server
     from colbench import scorer
     scorer.num_cores = lambda: 1
-    run_program(argv)
+    run(argv)
 
 
 def run_program(argv):

@@ -1,15 +1,19 @@
 """torchrun --max-restarts: a run whose ranks are killed (kill -9) goes on by itself and ends with the same files."""
 import concurrent.futures
+import functools
 import os
+import pathlib
 import signal
 import time
 
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
-from conftest import BASE, begin, ended, Partial, read, ROOT, succeed
+from conftest import BASE, begin, ended, Partial, read, succeed
 from lib.runtime import new_store
+from processes import run_program
 
 TIMES = "tokens_per_s", "peak_memory_mb", "seconds"                 # of metrics.jsonl
 
@@ -28,13 +32,31 @@ def files(out):
     return found
 
 
+def rank(folder, *argv):
+    """A rank, which writes its process id to FOLDER/pid.ATTEMPT.RANK."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)                    # the agent's own handler came with the fork
+    name = f"pid.{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}"
+    partial = pathlib.Path(folder, f"partial.{name}")
+    partial.write_text(str(os.getpid()))
+    partial.rename(pathlib.Path(folder, name))
+    run_program(list(argv))
+
+
+def torchrun(folder, argv):
+    """torchrun --nproc-per-node 2 --max-restarts 3: the same agent of torch, with ranks that are its forks."""
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=3, rdzv_backend="c10d",
+                          rdzv_endpoint="localhost:0", run_id=str(os.getpid()), start_method="fork",
+                          monitor_interval=0.1)
+    elastic_launch(config, rank)(folder, *argv)
+
+
 def num_lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def run_with_kills(script, arguments, folder, *kills):
     """Run a stage on two ranks. kills: (rank, moment) of each start; the rank is killed once moment() is true."""
-    agent = begin("tests/elastic.py", folder, ROOT / script, *arguments, folder=folder)
+    agent = begin(script, *arguments, folder=folder, run=functools.partial(torchrun, str(folder)))
     for attempt, (rank, moment) in enumerate(kills):
         pid, began = folder / f"pid.{attempt}.{rank}", time.monotonic()
         while not (pid.exists() and moment()):

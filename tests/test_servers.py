@@ -227,23 +227,20 @@ def test_replies_that_stay_empty_are_no_answers_and_many_of_them_end_the_run(tas
 
 
 def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
-    server = serve("--key", "right")
-    base = ["--tasks", tasks, *RULES, "--out"]
-    for number, (agent, message) in enumerate([
-            (server["url"], "written http://A/v1#NAME"), ("http://a/v1,b/v1#m", "several of one model http://A/v1,http"),
-            ("http://[::1/v1#m", "no address of a server"),
-            ("http://127.0.0.1:1/v1#m", "nobody answers"),
-            (f"{server['url']}#asker", "the key in OPENAI_API_KEY")]):
-        assert message in refused(2, *base, tmp_path / f"{number}", "--agent", agent)
     monkeypatch.setenv("OPENAI_API_KEY", "right\n")
-    line = refused(2, *base, tmp_path / "5", "--agent", f"{server['url']}#m")
-    assert "The model `m` does not exist.'}}: no model of this name there" in line
-    (tmp_path / "critic").mkdir()
-    (tmp_path / "critic" / "critic.json").write_text(json.dumps(critic_note("value")))
-    assert f"a critic that reads tokens: {server['url']}#asker needs --agent-tokenizer MODEL" in refused(
-        2, *base, tmp_path / "6", "--agent", f"{server['url']}#asker", "--best-of", 2, "--critic", tmp_path / "critic")
-    assert not any((tmp_path / str(number)).exists() for number in range(7))
+    url, out = serve("--key", "right")["url"], tmp_path / "out"
+    write(tmp_path / "critic.json", [critic_note("value")])
+    play_alone = ["--tasks", tasks, *RULES, "--out", out, "--overwrite", "--agent"]
+    for agent, message, *more in (
+            (url, "written http://A/v1#NAME"), ("http://a/v1,b/v1#m", "several of one model http://A/v1,http"),
+            ("http://[::1/v1#m", "no address of a server"), ("http://127.0.0.1:1/v1#m", "nobody answers"),
+            (f"{url}#m", "The model `m` does not exist.'}}: no model of this name there"),
+            (f"{url}#asker", f"a critic that reads tokens: {url}#asker needs --agent-tokenizer MODEL", "--best-of", 2,
+             "--critic", tmp_path)):
+        assert message in refused(2, *play_alone, agent, *more)
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    assert "the key in OPENAI_API_KEY" in refused(2, *play_alone, f"{url}#asker")
+    assert not out.exists()
 
 
 def test_a_lone_surrogate_is_sent_as_a_question_mark(serve):
