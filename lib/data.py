@@ -9,7 +9,7 @@ from colbench import ColBenchError, domain_of, own, schema, task_id
 from colbench.questions import returns_nothing
 from colbench.schema import label, list_of, nullable, one_of, record, token_ids, whole
 from lib import vision
-from lib.runtime import broadcast, InputError, is_main, read_jsonl, say
+from lib.runtime import InputError, on_main, read_jsonl, say
 
 # ---------------------------------------------------------------------------------------------------------------------
 # environments: what scores answers and draws pages (colbench)
@@ -162,25 +162,27 @@ def subset_of_tasks(trajectories, num_trajectories, seed):
 
 
 def fill_rewards(trajectories, arguments):
-    """Give trajectories that have no "reward" (published ones may not) what their environment says, once for all ranks.
+    """Give trajectories that have no "reward" (published ones may not) what their environment says.
     arguments: the stage's, for environment(). InputError where they cannot be scored here."""
     unscored = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
-    if not unscored:
-        return
-    verdicts = None
-    if is_main():
-        domain, out = domain_of(unscored[0]["task"]), arguments["out"]
-        try:
-            with environment(domain, f"{out}.images", pathlib.Path(out).parent, arguments) as scorer:
-                for key, value in scorer.about.items():
-                    if any(t.get(key, value) != value for t in trajectories):
-                        raise InputError(f'{len(unscored):,} dialogues have no "reward", and others have it by another '
-                                         f"{key} than {value}: two scales; score all with 05 first")
-                answers = [(t["task"], t["answer"]) for t in unscored]
-                verdicts = asyncio.run(scorer.score(answers))
-        except ColBenchError as error:
-            raise InputError(f'{len(unscored):,} dialogues have no "reward": {error}. 05_evaluate.py has all flags of '
-                             "scoring; its scored/NAME.jsonl has the rewards") from None
-    for trajectory, verdict in zip(unscored, broadcast(verdicts)):
-        trajectory |= verdict
-    say(f"computed {len(unscored):,} missing rewards")
+    if unscored:
+        for trajectory, verdict in zip(unscored, missing_verdicts(unscored, trajectories, arguments)):
+            trajectory |= verdict
+        say(f"computed {len(unscored):,} missing rewards")
+
+
+@on_main
+def missing_verdicts(unscored, trajectories, arguments):
+    """What the environment says of the answers of `unscored`, which are some of the trajectories."""
+    domain, out = domain_of(unscored[0]["task"]), arguments["out"]
+    try:
+        with environment(domain, f"{out}.images", pathlib.Path(out).parent, arguments) as scorer:
+            for key, value in scorer.about.items():
+                if any(t.get(key, value) != value for t in trajectories):
+                    raise InputError(f'{len(unscored):,} dialogues have no "reward", and others have it by another '
+                                     f"{key} than {value}: two scales; score all with 05 first")
+            answers = [(t["task"], t["answer"]) for t in unscored]
+            return asyncio.run(scorer.score(answers))
+    except ColBenchError as error:
+        raise InputError(f'{len(unscored):,} dialogues have no "reward": {error}. 05_evaluate.py has all flags of '
+                         "scoring; its scored/NAME.jsonl has the rewards") from None

@@ -156,14 +156,6 @@ def barrier():
         dist.barrier()
 
 
-def broadcast(value):
-    """Rank 0's `value` (any object), on every rank."""
-    values = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values)
-    return values[0]
-
-
 def gather(value):
     """The `value`s (any objects) of all ranks in their order, on every rank."""
     values = [value] * dist.get_world_size()
@@ -378,7 +370,10 @@ def on_main(decide):
                 decision = decide(*arguments, **options)
             except (InputError, OSError) as error:
                 decision = InputError(error_text(error))
-        decision = broadcast(decision)
+        if dist.is_initialized():
+            decisions = [decision]
+            dist.broadcast_object_list(decisions)
+            [decision] = decisions
         if isinstance(decision, InputError):
             raise decision
         return decision
