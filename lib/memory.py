@@ -179,10 +179,8 @@ def sampling_lines(model, num_ranks):
     config, size = model.config.get_text_config(), model.dtype.itemsize
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     num_cached = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size            # of each token
-    num_parameters = 0
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            num_parameters += parameter.numel()
+    num_adapted = sum(tensor.numel() for tensor in models.adapter_parameters(model).values())
+    num_parameters = model.num_parameters() - num_adapted
     weights_gb = size * num_parameters / 1e9
     adapted_gb = weights_gb / num_ranks
     full_gb = 2 * 4 * num_parameters / num_ranks / 1e9              # a critic and its reference in float32
