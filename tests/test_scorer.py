@@ -286,7 +286,8 @@ def test_published_verdicts(compat, scorer, monkeypatch, name, calls, references
 
 
 def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
-    answers = {"a": "def f(n): return 2 * n", "b": "def f(n): raise SystemExit", "c": "def f(n): return n + n"}
+    answers = {"a": "def f(n): return 2 * n", "b": "def f(n): raise SystemExit",
+               "c": "import math\ndef f(n): return math.prod([2, n])"}
     task = task_of(answers["a"], *(f"f({n})" for n in range(10)))
     write(tmp_path / "t.jsonl", [trajectory(name, answer, task={"problem_description": name, **task})
                                  for name, answer in answers.items()])
