@@ -67,7 +67,7 @@ def number_flag(low, high, kind=float):
             value = math.nan
         if not low <= value <= high:
             what = "whole" if kind is int else "finite"
-            raise argparse.ArgumentTypeError(f"must be a {what} number from {low} to {high}, not {text}")
+            raise argparse.ArgumentTypeError(f"must be a {what} number from {low} to {high}, not {text[:40]}")
         return value
     return read
 
@@ -96,7 +96,7 @@ def named_path(text):
     """A type: NAME=PATH, whose NAME can name a file."""
     name, _, path = text.partition("=")
     if not name or not path or "/" in name:
-        raise argparse.ArgumentTypeError(f"{text}: must be NAME=PATH, where NAME has no /")
+        raise argparse.ArgumentTypeError(f"{text[:80]}: must be NAME=PATH, where NAME has no /")
     return text
 
 
@@ -124,7 +124,7 @@ def add_browser(parser):
 def yes_or_no(text):
     """A type: True for yes, False for no."""
     if text not in ("yes", "no"):
-        raise argparse.ArgumentTypeError(f"must be yes or no, not {text}")
+        raise argparse.ArgumentTypeError(f"must be yes or no, not {text[:40]}")
     return text == "yes"
 
 

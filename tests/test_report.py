@@ -239,10 +239,12 @@ def test_what_does_not_fit_is_left_out_by_whole_tasks(monkeypatch, files):
     assert shown_of({name: task_ids[::-1] for name, task_ids in files.items()})[1] == shown
 
 
-def test_many_states_are_thinned_out():
+def test_long_texts_are_cut_and_many_states_thinned_out(monkeypatch):
+    row = made_row("t", length=report.MAX_TEXT + 1_000)
     candidate = {"text": "x", "ids": [1], "ended": True, "kind": None, "chosen": 0, "rejected": 0}
     states = [{**STATE, "task_id": f"t{number}", "candidates": [candidate]} for number in range(250)]
-    data = page_data({"m": [made_row("t")]}, backend, {}, states)
+    data = page_data({"m": [row]}, backend, {}, states)
+    assert data["dialogues"][0]["turns"][1]["text"] == "z" * report.MAX_TEXT + " … [1,000 more characters]"
     shown = [data["tasks"][state["t"]]["id"] for state in data["states"]]
     assert shown == [f"t{number}" for number in range(0, 250, 3)] and data["left_out"] is None
 

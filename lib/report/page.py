@@ -19,6 +19,7 @@ from lib.runtime import whole_file
 
 MAX_BYTES = 19_000_000                # of dialogues with their tasks and screenshots in the page, about
 MAX_STATES = 100                      # of --candidates
+MAX_TEXT = 20_000                     # characters of a text; the rest is cut
 IMAGE_BYTES = 25_000                  # of a screenshot in the page, about
 
 
@@ -62,6 +63,14 @@ def slim(row):
     return {key: value for key, value in row.items() if value is not None and value != []}
 
 
+def text_of(value):
+    """A text for the page, not longer than MAX_TEXT."""
+    text = str(value)
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[:MAX_TEXT]} … [{len(text) - MAX_TEXT:,} more characters]"
+
+
 def rounded(value):
     """Six digits; None where there is no number, or one that JSON lacks."""
     return round(value, 6) if value is not None and math.isfinite(value) else None
@@ -76,10 +85,10 @@ def task_data(row, domain):
     task = row["task"]
     return slim({
         "id": row["task_id"],
-        "family": str(task["family"]) if "family" in task else None,
-        "request": task["problem_description"],
-        "reference": task["ground_truth"],
-        "facts": [text for text, _ in domain.facts(task, []) or []],
+        "family": text_of(task["family"]) if "family" in task else None,
+        "request": text_of(task["problem_description"]),
+        "reference": text_of(task["ground_truth"]),
+        "facts": [text_of(text) for text, _ in domain.facts(task, []) or []],
         "image": row.get("reference_image") if draws_images(domain) else None,
     })
 
@@ -90,7 +99,7 @@ def dialogue_data(trajectory, domain):
         "run": trajectory.get("run", 0),
         "sample": trajectory["sample"],
         "reward": trajectory["reward"],
-        "answer": trajectory["answer"],
+        "answer": text_of(trajectory["answer"]),
         "known": trajectory["known"],
         "image": trajectory.get("image") if draws_images(domain) else None,
         "fault": trajectory.get("render_fault"),
@@ -110,7 +119,7 @@ def turns_data(trajectory, domain):
         if turn["role"] == "assistant":
             turns.append(slim({
                 "who": "agent",
-                "text": turn["content"],
+                "text": text_of(turn["content"]),
                 "kind": next(kinds),
                 "advantage": rounded(next(advantages, None)),
                 "tokens": len(turn["output_ids"]) if "output_ids" in turn else None,
@@ -122,7 +131,7 @@ def turns_data(trajectory, domain):
             known_now = {number for number, (_, is_known) in enumerate(facts) if is_known}
             turns.append(slim({
                 "who": "user",
-                "text": turn["content"],
+                "text": text_of(turn["content"]),
                 "learned": sorted(known_now - known),
                 "tool": "tool" if turn.get("tool") else None,
                 "leak": domain.leak_of(task, turn["content"]) if place > 0 and not turn.get("tool") else None,
@@ -135,11 +144,11 @@ def state_data(state):
     """What the page shows of a state's candidates."""
     history = []
     for turn in state["history"]:
-        history.append({"who": "agent" if turn["role"] == "assistant" else "user", "text": turn["content"]})
+        history.append({"who": "agent" if turn["role"] == "assistant" else "user", "text": text_of(turn["content"])})
     candidates = []
     for candidate, advantage in zip(state["candidates"], state["advantages"]):
         row = {key: candidate[key] for key in ("kind", "ended", "chosen", "rejected")}
-        row |= {"text": candidate["text"], "tokens": len(candidate["ids"]), "advantage": rounded(advantage)}
+        row |= {"text": text_of(candidate["text"]), "tokens": len(candidate["ids"]), "advantage": rounded(advantage)}
         candidates.append(slim(row))
     return {"t": state["task_id"], "sample": state["sample"], "history": history, "candidates": candidates}
 
@@ -169,7 +178,7 @@ def size_of(trajectory):
     task = trajectory["task"]
     texts = [turn["content"] for turn in trajectory["dialogue_history"]]
     texts += [trajectory["answer"], task["problem_description"], task["ground_truth"]]
-    return sum(len(text) + 60 for text in texts) + IMAGE_BYTES * ("image" in trajectory)
+    return sum(len(text_of(text)) + 60 for text in texts) + IMAGE_BYTES * ("image" in trajectory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
