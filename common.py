@@ -349,6 +349,7 @@ def collate(items, device="cpu"):
             begins = row.prompt_length + counts.cumsum(0) - counts                        # (M,) where actions begin
             positions[r, is_action] += row.prompt_length - begins[action_ids]
             previous[r, begins[counts > 0]] = row.prompt_length - 1
+            positions[r, len(row.ids):] = 0              # padding of a row that is longer than the model has positions
     tensors = [ids, tree_mask(rows, turn_ids), positions, turn_ids, previous, torch.tensor(item_index), lengths]
     tensors = [tensor if tensor is None else tensor.to(device) for tensor in tensors]
     return Batch(*tensors, images=[image for row in rows for image in row.images])
@@ -462,7 +463,8 @@ def action_tokens(batch):
     return (batch.turn_ids >= 0).nonzero(as_tuple=True)
 
 
-MAX_LOGITS = 2 ** 26                                                # in memory at a time
+MAX_LOGITS = 2 ** 26                                                # in memory at a time, in float32
+MAX_SLOPES = 2 ** 31                                                # kept for the backward pass, in bfloat16
 
 
 def token_logps(projection, hidden, ids):
@@ -477,17 +479,23 @@ def token_logps(projection, hidden, ids):
 
 def in_chunks(function, projection, hidden, *tensors):
     """function(logits, *tensors) (N,) of the float32 logits (N, V) of states `hidden` (N, H) and of tensors (N, …), in
-    parts of about MAX_LOGITS logits; each number must depend on its own row alone. Where there are several parts, their
-    logits are made again in the backward pass, but in bfloat16 on a GPU (models.RowValues)."""
-    def of_states(hidden, *tensors):
-        return function(projection.float_logits(hidden), *tensors)
+    parts of about MAX_LOGITS logits; each number must depend on its own row alone, and the tensors get no gradient.
+    Where there are several parts, their logits are made again in the backward pass. In bfloat16 on a GPU
+    models.RowValues keeps up to MAX_SLOPES slopes instead."""
+    weight, bias, _, _ = projection
+    keeps_slopes = models.has_fast_bfloat16(hidden, weight) and torch.is_grad_enabled()
+
+    def num_parts(hidden, most):
+        return math.ceil(len(hidden) * len(weight) / most)
 
     def of_sums(sums, *tensors):
         return function(projection.finished(sums), *tensors)
-    num_chunks = math.ceil(len(hidden) * len(projection.weight) / MAX_LOGITS)
-    if models.has_fast_bfloat16(hidden) and torch.is_grad_enabled():
-        weight, bias, _, _ = projection
-        return models.RowValues.apply(hidden, weight, bias, of_sums, num_chunks, *tensors)
+
+    def of_states(hidden, *tensors):
+        if keeps_slopes:
+            return models.RowValues.apply(hidden, weight, bias, of_sums, num_parts(hidden, MAX_LOGITS), *tensors)
+        return of_sums(models.float_sums(hidden, weight), *tensors)
+    num_chunks = num_parts(hidden, MAX_SLOPES if keeps_slopes else MAX_LOGITS)
     if num_chunks == 1:
         return of_states(hidden, *tensors)
     results = []

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 from lib import models
 from lib.runtime import InputError, say
 
+USABLE_OF_80_GB = 76e9
+
 
 class Ledger(TorchDispatchMode):
     """Bytes of activations, which are all storages made while the mode is on, for as long as they live; bytes of
@@ -47,7 +49,7 @@ def fused_attention(module, query, key, value, mask, **options):
     device scaled_dot_product_attention takes its plain path, with (T, T) matrices.)
     options["has_mask"]: it would get one, for which the keys and values of grouped queries are repeated, but not by
     models.grouped_attention."""
-    if options["has_mask"] and not models.has_fast_bfloat16(query):
+    if options["has_mask"] and not (models.has_fast_bfloat16(query) and query.shape[3] <= 128):
         key = key.repeat_interleave(module.num_key_value_groups, 1)
         value = value.repeat_interleave(module.num_key_value_groups, 1)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -168,8 +170,11 @@ def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
     say(f"{name} on {num_ranks} ranks, {args.dtype}; at the peak of a step, on each rank a micro-batch of {num_rows} "
         f"rows of {row_tokens:,} tokens (--max-length, or the model's most):")
     model = planned_model(config, step)
-    for part, number in memory_plan(model, step, token_logps).items():
+    plan = memory_plan(model, step, token_logps)
+    for part, number in plan.items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
+    fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
+    say(f"this step {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
     if is_tree:
         say(*sampling_lines(model, num_ranks))
 

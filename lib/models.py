@@ -287,15 +287,15 @@ def whole_model(name, dtype=torch.float32):
 # ---------------------------------------------------------------------------------------------------------------------
 # what differs between families of models: from hidden states to logits, and what their layers see
 
-def has_fast_bfloat16(tensor):
+def has_fast_bfloat16(*tensors):
     """Whether a GPU multiplies bfloat16 like this into float32 sums. The meta device (--dry-run) stands for a GPU."""
-    return tensor.device.type in ("cuda", "meta") and tensor.dtype == torch.bfloat16
+    return all(tensor.device.type in ("cuda", "meta") and tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
 def float_sums(hidden, weight):
     """The product (n, V) float32 of states (n, H) and weights (V, H), whatever type they are in. Of bfloat16 a GPU
     makes it ten times as fast as of float32, and as exact but for 2e-5 nats; it has no gradient then."""
-    if has_fast_bfloat16(hidden):
+    if has_fast_bfloat16(hidden, weight):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return F.linear(hidden.float(), weight.float())
 
@@ -309,6 +309,7 @@ class RowValues(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, function, num_parts, *tensors):
+        assert not any(tensor.requires_grad for tensor in tensors)
         slopes = torch.empty(len(hidden), len(weight), dtype=weight.dtype, device=weight.device)
         results = []
         for part, states, *others in zip(*(tensor.chunk(num_parts) for tensor in (slopes, hidden, *tensors))):
@@ -427,7 +428,7 @@ def decoder_mask(model, window, is_seen, positions, key_positions):
 
 def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
     """As transformers' "sdpa", which with a mask repeats the keys and values of grouped queries: a tenth of a step of
-    trees on a GPU, whose kernel for bfloat16 and heads of up to 128 numbers takes them as they are."""
+    trees on an H100, whose kernel for bfloat16 and heads of up to 128 numbers takes them as they are."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if attention_mask is None or query.shape[2] == 1 or query.shape[3] > 128:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
@@ -490,7 +491,7 @@ def shard(scorer, run, sharding):
     says."""
     if sharding.activation_checkpointing:
         checkpoint_layers(scorer.model)
-    if run.device.type == "cuda" and sharding.dtype == "bfloat16":
+    if run.device.type == "cuda" and sharding.dtype == "bfloat16" and torch.cuda.get_device_capability()[0] in (9, 10):
         use_grouped_attention(scorer.model)
     if run.world_size > 1 or sharding.dtype != "float32":   # else FSDP makes small steps .6 slower
         split(scorer, run, sharding)

@@ -412,6 +412,8 @@ def is_done(arguments, out, inputs, folder=False):
     so that a stage can ask before it loads models."""
     fingerprint.cache_clear()
     out = pathlib.Path(out)
+    if out.exists() and out.is_dir() != folder:
+        raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
     for name in inputs:
         if name and os.path.exists(name) and pathlib.Path(name).resolve().is_relative_to(out.resolve()):
             raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")

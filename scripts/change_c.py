@@ -17,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from colbench import ColBenchError, domain_of  # noqa: E402
 from lib.data import read_trajectories  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
-from lib.runtime import run_stage, write_jsonl  # noqa: E402
+from lib.runtime import run_stage, say, write_jsonl  # noqa: E402
 
 COMMENT = {"function": "#", "query": "--"}
 
@@ -27,10 +27,12 @@ def exchanged_references(tasks):
     families = collections.defaultdict(list)                         # {family: names of its tasks}
     for name in sorted(tasks):
         families[tasks[name]["family"]].append(name)
-    references = {}
+    references, num_alone = {}, 0
     for names in families.values():
+        num_alone += len(names) == 1
         for name, next_name in zip(names, names[1:] + names[:1]):
             references[name] = tasks[next_name]["ground_truth"]
+    say(f"{num_alone:,} of {len(tasks):,} tasks are the only ones of their family and keep their reference")
     return references
 
 

@@ -63,7 +63,8 @@ def run_step(out, words, ranks=1, threads=1):
         status = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
     text = log.read_text()
     if status != 0:
-        print(*text.splitlines()[-20:], f"failed: {out} (whole log: {log})", sep="\n", file=sys.stderr)
+        last_lines = "\n".join(text.splitlines()[-20:])             # at once: arms run side by side
+        print(f"{last_lines}\nfailed: {out} (whole log: {log})", file=sys.stderr)
         sys.exit(1)
     done.write_text(str(command))
     seconds = time.monotonic() - begin

@@ -24,7 +24,7 @@ from lib.training import adamw  # noqa: E402
 
 def main():
     world_size, dtype, *numbers = sys.argv[1:]
-    common.models.has_fast_bfloat16 = lambda tensor: False                 # what is measured is on the CPU
+    common.models.has_fast_bfloat16 = lambda *tensors: False                 # what is measured is on the CPU
     world_size = int(world_size)
     checkpointing, rows, tokens, micro_batches, tree, *rank = map(int, numbers)
     lora = import_peft().LoraConfig(r=rank[0], target_modules="all-linear") if rank else None

@@ -133,7 +133,7 @@ def test_slopes_that_are_kept_on_a_gpu_are_the_gradients(monkeypatch):
     values = [torch.randn(50, 16).double(), torch.randn(300, 16).double(), torch.randn(300).double()]
 
     def logps_and_gradients(is_fast):
-        monkeypatch.setattr(common.models, "has_fast_bfloat16", lambda tensor: is_fast)
+        monkeypatch.setattr(common.models, "has_fast_bfloat16", lambda *tensors: is_fast)
         hidden, weight, bias = [value.clone().requires_grad_() for value in values]
         logps = common.token_logps(Projection(weight, bias, 1.3, 20.0), hidden, ids)
         (logps * factors).sum().backward()
@@ -189,7 +189,7 @@ def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
 def test_the_memory_plan_is_what_a_step_takes(case):
     """Arguments of memory.py: 8 ranks, checkpointing, two micro-batches; one rank, trees; LoRA."""
     found = json.loads(succeed("tests/memory.py", *case.split()))
-    assert found["plan"] == pytest.approx(found["measured"], rel=0.15)
+    assert 0.98 < found["plan"] / found["measured"] < 1.15
 
 
 def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path):
@@ -200,7 +200,7 @@ def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path):
         printed = call(number, "--trajectories", "none", "--model", tmp_path, "--out", tmp_path / "x",
                        "--max-length", 64, "--dry-run", 8, "--batch-size", 24, *more)
         assert "on 8 ranks" in printed and "parameters          0.000 GB" in printed and "total" in printed
-        assert f"{num_rows} rows of 64" in printed
+        assert f"{num_rows} rows of 64" in printed and "fits a card of 80 GB" in printed
         # 4 bytes of each parameter, and of 3 layers x keys and values x 4 heads x 32
         assert ("sampling: 0.003 GB of weights" in printed and "0.003 MB for each token" in printed) == (number == 4)
     assert not (tmp_path / "x").exists()
