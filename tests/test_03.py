@@ -119,7 +119,8 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
     assert b == c != a and a == pytest.approx(plain, abs=1e-5)
 
 
-def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspace, tmp_path):
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspace, tmp_path, head):
     """Its 2,048 positions, below --max-length 8,192; a head has no reference that would have read the rows first."""
     rows = read(workspace / "offline.jsonl")
     for row in rows:
@@ -127,7 +128,7 @@ def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspac
         row["tokenizer"] = None                                                   # so that prompts are rendered again
         for turn in row["dialogue_history"]:
             turn.pop("input", None)
-    line = refused(3, *flags(workspace, tmp_path / "out", "--head", "value", "--trajectories",
+    line = refused(3, *flags(workspace, tmp_path / "out", "--head", head, "--trajectories",
                              write(tmp_path / "long.jsonl", rows)))
     assert re.search(r"takes 2,048 tokens, and a prompt with its action has up to \d,\d+ ", line)
     assert not (tmp_path / "out" / "metrics.jsonl").exists()

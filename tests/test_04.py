@@ -35,6 +35,11 @@ def sweet(workspace, critic, tmp_path_factory):
     return out, call(4, *sweet_flags(workspace, critic, out))
 
 
+def test_an_untrained_critic_is_no_file():
+    given = types.SimpleNamespace(trajectories="t", model="m", candidates=None, sampler=None, critic="untrained")
+    assert policy_stage.inputs_of(given) == ["t", "m", None, None]
+
+
 # --- losses by hand
 
 def test_the_items_of_several_examples_are_numbered_through():

@@ -389,6 +389,8 @@ def test_no_browser(path, missing, line, pages, tmp_path, monkeypatch, capfd):
         with pytest.raises(ColBenchError, match=line):
             asyncio.run(browser.render(page))
     browser.close()
+    deadline = time.monotonic() + 60
     while threading.active_count() > num_threads:                   # asyncio waits for the end of the driver in one
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     assert capfd.readouterr().err == ""

@@ -256,9 +256,10 @@ def test_04_takes_adapter_folders(few, critic, policy, tmp_path):
     assert (tmp_path / "one" / "model.safetensors").exists() and not (tmp_path / "one" / "initial").exists()
 
 
-def test_a_head_is_trained_beside_the_adapter(few, tmp_path, tiny):
+@pytest.mark.parametrize("head", ["regression", "value"])
+def test_a_head_is_trained_beside_the_adapter(few, tmp_path, tiny, head):
     out = tmp_path / "critic"
-    call(3, *flags(few, out, "--head", "value"))
+    call(3, *flags(few, out, "--head", head))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
     assert loaded.ref_scorer is None and loaded.scorer.head.weight.abs().max() > 1e-3

@@ -19,13 +19,14 @@ Draw = pytest.importorskip("PIL.ImageDraw")
 pytest.importorskip("skimage")
 
 
-def picture(path, header="navy", back="white", height=720):
-    """A drawn screenshot of a page: header and two cards."""
+def picture(path, header="navy", back="white", card="khaki", side="left", columns=3, height=720):
+    """A drawn screenshot of a page: header, sidebar, cards in columns."""
     image = Image.new("RGB", (1280, height), back)
     draw = Draw.Draw(image)
     draw.rectangle((0, 0, 1279, 99), fill=header)
-    for x in (250, 650):
-        draw.rectangle((x, 130, x + 390, 500), fill="khaki")
+    draw.rectangle((0, 100, 219, 659) if side == "left" else (1060, 100, 1279, 659), fill="lightgray")
+    for x in range(250, 1050, 800 // columns):
+        draw.rectangle((x, 130, x + 800 // columns - 10, 500), fill=card)
     image.save(path)
     return str(path)
 
@@ -60,6 +61,14 @@ def test_pixels_are_symmetric_and_within_bounds(tmp_path):
     missing, drawn = scorer.score([(paths[0], None), (paths[0], str(black))])
     assert missing == drawn < 0.1
     assert scorer.score([(None, paths[0]), (None, None), (str(black), None)]) == [0, 0, 1]
+
+
+def test_pixels_fall_with_every_aspect_that_differs(tmp_path):
+    changes = {"header": "darkgreen", "back": "lightblue", "card": "white", "side": "right", "columns": 2}
+    reference, *others = (picture(tmp_path / f"{len(aspects)} {min(aspects, default='')}.png", **aspects)
+                          for aspects in ({}, *({name: changes[name]} for name in changes), changes))
+    *each, all_of_them, missing = PageScorer("pixels").score([(reference, path) for path in [*others, None]])
+    assert 0.99 > max(each) > min(each) > all_of_them > missing and all_of_them < 0.6
 
 
 # --- CLIP

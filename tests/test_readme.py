@@ -251,6 +251,14 @@ def test_the_pages_show_the_figures_of_the_pictures(name):
     assert len(figures) >= 2 and [line for line in figures if line not in text] == []
 
 
+def test_the_means_of_the_seeds_are_theirs():
+    with open(ROOT / "docs" / "seeds.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for whole in [row for row in rows if row["seed"] == "all"]:
+        seeds = [float(row["success"]) for row in rows if row["method"] == whole["method"] and row["seed"] != "all"]
+        assert len(seeds) == 10 and sum(seeds) / 10 == pytest.approx(float(whole["success"]), abs=6e-4)
+
+
 def kind_of(words):
     """What a command runs: its words without paths. Two rows of another tokenizer are of a kind of their own."""
     names = [word for word in words if "/" not in word or "judge:" in word]

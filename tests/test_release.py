@@ -1,5 +1,6 @@
 """What archives and hubs read (the version, CITATION.cff, model cards), and what is installed: the lock, pip or uv."""
 import hashlib
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -57,6 +58,19 @@ def test_the_lock_names_one_version_of_each_requirement_and_within_its_range():
         [pin] = requirement.specifier
         assert pin.operator == "==" and not re.search(r"[+*]", pin.version), requirement
         assert name not in wanted or wanted[name].specifier.contains(pin.version), requirement
+
+
+def test_the_lock_has_what_its_packages_need():
+    """As far as these versions are installed here; but what torch pins itself, packages of CUDA."""
+    locked, missing = requirements_of("scripts/requirements-lock.txt"), []
+    for package in importlib.metadata.distributions():
+        pin = locked.get(canonicalize_name(package.name))
+        if pin and package.version in pin.specifier and (pin.marker is None or pin.marker.evaluate()):
+            for needed in map(Requirement, package.requires or []):
+                is_needed = needed.marker is None or needed.marker.evaluate({"extra": ""})
+                if is_needed and canonicalize_name(needed.name) not in locked:
+                    missing.append(needed.name)
+    assert [name for name in missing if not re.match(r"(nvidia|cuda|triton)\b", name)] == []
 
 
 # --- scripts/setup.sh, with stand-ins for python and uv that note their arguments

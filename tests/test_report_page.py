@@ -118,7 +118,11 @@ def launch(driver):
 
 
 DRAWN = """async () => {
-  while (typeof drawn !== "undefined" && drawn !== location.hash) await new Promise(done => setTimeout(done, 10));
+  const deadline = Date.now() + 60_000;
+  while (typeof drawn !== "undefined" && drawn !== location.hash) {
+    if (Date.now() > deadline) throw new Error("not drawn");
+    await new Promise(done => setTimeout(done, 10));
+  }
 }"""
 
 
