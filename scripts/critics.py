@@ -157,7 +157,6 @@ def main(argv=None):
         raise InputError(f"{args.trajectories}: --gates needs template tasks (01), which say what a turn is worth")
     if is_done(vars(args), out, inputs, folder=True):
         return
-    begin_output(vars(args), out, inputs, folder=True)
     if args.gates:
         name, measured = "gates.json", measure_gates(trajectories, domain, args.gates, device)
         lines = gate_lines(measured, args.gates)
@@ -165,6 +164,7 @@ def main(argv=None):
         name, measured = "ranks.json", measure_ranks(args, trajectories, domain, device)
         correlation, interval = measured["rank_correlation"], statistics.interval(measured["ci95"])
         lines = [f"{args.critic}: rank correlation {correlation:.3f} {interval}, {measured['num_states']} states"]
+    begin_output(vars(args), out, inputs, folder=True)
     write_json(out / name, measured)
     (out / "COMPLETED").touch()
     say(*lines, f"writes {out}")
