@@ -314,10 +314,6 @@ def items_of(examples):
 Batch = namedtuple("Batch", "ids mask positions turn_ids previous item_index lengths images")
 
 
-# On a GPU widths are multiples of this: kernels of attention take a tenth of a second to plan for each new shape.
-WIDTH_STEP = {"cuda": 32}
-
-
 def collate(items, device="cpu"):
     """Pad items (each a list of rows) on the right to one Batch:
 
@@ -333,7 +329,7 @@ def collate(items, device="cpu"):
     item_index = [number for number, item in enumerate(items) for _ in item]
     ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)
     turn_ids = pad_sequence([torch.tensor(row.turn_ids) for row in rows], batch_first=True, padding_value=-1)
-    padding = 0, -ids.shape[1] % WIDTH_STEP.get(torch.device(device).type, 1)
+    padding = 0, models.width_padding(ids.shape[1], device)
     ids, turn_ids = F.pad(ids, padding), F.pad(turn_ids, padding, value=-1)
     num_rows, width = ids.shape
     positions = torch.arange(width).repeat(num_rows, 1)
@@ -494,7 +490,7 @@ def in_chunks(function, projection, hidden, *tensors):
     def of_states(hidden, *tensors):
         if keeps_slopes:
             return models.RowValues.apply(hidden, weight, bias, of_sums, num_parts(hidden, MAX_LOGITS), *tensors)
-        return of_sums(models.float_sums(hidden, weight), *tensors)
+        return function(projection.float_logits(hidden), *tensors)
     num_chunks = num_parts(hidden, MAX_SLOPES if keeps_slopes else MAX_LOGITS)
     if num_chunks == 1:
         return of_states(hidden, *tensors)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from lib.models import decoder_mask, most_positions, projection_of, sliding_window, takes_masks
+from lib.models import decoder_mask, most_positions, projection_of, sliding_window, takes_masks, width_padding
 from lib.runtime import InputError, say
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
@@ -179,16 +179,12 @@ class Engine:
         missing = [slot.request.prompt[len(slot.ids):-1] for slot in firsts]
         if any(missing):
             ids = pad_sequence([torch.tensor(new, dtype=torch.long) for new in missing], batch_first=True)    # (R, T)
-            if self.has_few_shapes:
-                ids = F.pad(ids, (0, -ids.shape[1] % 32))
+            ids = F.pad(ids, (0, width_padding(ids.shape[1], self.device)))
             starts = torch.tensor([[len(slot.ids)] for slot in firsts])                                       # (R, 1)
             lengths = torch.tensor([[len(new)] for new in missing])                                           # (R, 1)
             positions = starts + torch.arange(ids.shape[1]).minimum(lengths)                                  # (R, T)
             rows = torch.tensor([slot.row for slot in firsts], device=self.device)                            # (R,)
-            width = 1 + positions.max().item()
-            if self.has_few_shapes:
-                width = few_sizes(width)
-            self.forward(rows, ids.to(self.device), positions.to(self.device), width)
+            self.forward(rows, ids.to(self.device), positions.to(self.device), self.read_width(positions.max()))
         for slots, ids in zip(batch, missing):
             first, *copies = slots
             self.stats["prefill_tokens"] += len(ids)
@@ -208,10 +204,7 @@ class Engine:
             num_rows = min(2 ** (num_rows - 1).bit_length(), len(self.slots))
         inputs = [step_input(slot) for slot in self.slots[:num_rows]]
         inputs = torch.tensor(inputs, dtype=torch.float64)                                            # (R, 4)
-        width = 1 + int(inputs[:, 1].max())
-        if self.has_few_shapes:
-            width = few_sizes(width)
-        tokens = self.step(inputs, width).tolist()
+        tokens = self.step(inputs, self.read_width(inputs[:, 1].max())).tolist()
         for slot in active:
             slot.ids.append(last_token(slot))
             slot.output.append(tokens[slot.row])
@@ -219,6 +212,11 @@ class Engine:
                 self.finish(slot)
         self.stats["decode_tokens"] += len(active)
         self.stats["decode_steps"] += 1
+
+    def read_width(self, last):
+        """How many places of the cache are read for positions up to `last`."""
+        width = 1 + int(last)
+        return few_sizes(width) if self.has_few_shapes else width
 
     def step(self, inputs, width):
         """The next tokens (R,) of the first R rows of the cache, whose first `width` places are read.

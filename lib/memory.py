@@ -49,7 +49,7 @@ def fused_attention(module, query, key, value, mask, **options):
     device scaled_dot_product_attention takes its plain path, with (T, T) matrices.)
     options["has_mask"]: it would get one, for which the keys and values of grouped queries are repeated, but not by
     models.grouped_attention."""
-    if options["has_mask"] and not (models.has_fast_bfloat16(query) and query.shape[3] <= 128):
+    if options["has_mask"] and not (models.has_fast_bfloat16(query) and query.shape[3] <= models.MAX_GROUPED):
         key = key.repeat_interleave(module.num_key_value_groups, 1)
         value = value.repeat_interleave(module.num_key_value_groups, 1)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -70,11 +70,6 @@ PlannedStep = collections.namedtuple("PlannedStep", "world_size sharding num_row
 def trained_bytes(module):
     """Bytes of the parameters that are trained, in float32."""
     return 4 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-
-
-def is_split(step):
-    """Whether FSDP2 splits the model (models.shard)."""
-    return step.world_size > 1 or step.sharding.dtype != "float32"
 
 
 def bytes_in_flight(model, step):
@@ -132,8 +127,9 @@ def memory_plan(model, step, token_logps):
         if not step.accumulates:
             ledger.gradients += 4 * parameter.numel() / step.world_size
 
+    uses_fsdp = step.sharding.uses_fsdp(step.world_size)
     # with FSDP2 the gradients of what is in no layer stay whole until the end of the backward pass
-    for module in models.layers_of(model) if is_split(step) else [model]:
+    for module in models.layers_of(model) if uses_fsdp else [model]:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(reduce_gradient)
@@ -149,7 +145,7 @@ def memory_plan(model, step, token_logps):
         "gradients": gradients,
         "optimizer": 2 * trained,
         "activations": activations,
-        "gathered": bytes_in_flight(model, step) if is_split(step) else 0,
+        "gathered": bytes_in_flight(model, step) if uses_fsdp else 0,
     }
     plan["total"] = sum(plan.values())
     return plan

@@ -426,11 +426,14 @@ def decoder_mask(model, window, is_seen, positions, key_positions):
     return {"full_attention": added(is_seen), "sliding_attention": near}
 
 
+MAX_GROUPED = 128               # numbers of a head that grouped_attention takes
+
+
 def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
     """As transformers' "sdpa", which with a mask repeats the keys and values of grouped queries: a tenth of a step of
-    trees on an H100, whose kernel for bfloat16 and heads of up to 128 numbers takes them as they are."""
+    trees on an H100, whose kernel for bfloat16 takes them as they are."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    if attention_mask is None or query.shape[2] == 1 or query.shape[3] > 128:
+    if attention_mask is None or query.shape[2] == 1 or query.shape[3] > MAX_GROUPED:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
     output = F.scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2).contiguous(), None
@@ -444,6 +447,15 @@ def use_grouped_attention(model):
     AttentionMaskInterface.register("grouped", sdpa_mask)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("grouped")
+
+
+# On a GPU widths are multiples of this: kernels of attention take a tenth of a second to plan for each new shape.
+WIDTH_STEP = {"cuda": 32}
+
+
+def width_padding(width, device):
+    """How many tokens of padding rows of `width` tokens get on a device."""
+    return -width % WIDTH_STEP.get(torch.device(device).type, 1)
 
 
 def sliding_window(model):
@@ -480,6 +492,10 @@ class Sharding:
     seed: int = 0
     compile: bool = False
 
+    def uses_fsdp(self, world_size):
+        """Whether FSDP2 holds the parameters; on one rank in float32 it makes small steps .6 slower."""
+        return world_size > 1 or self.dtype != "float32"
+
 
 def sharding_of(args):
     """The Sharding that a stage's flags (flags.add_training) ask for."""
@@ -493,7 +509,7 @@ def shard(scorer, run, sharding):
         checkpoint_layers(scorer.model)
     if run.device.type == "cuda" and sharding.dtype == "bfloat16" and torch.cuda.get_device_capability()[0] in (9, 10):
         use_grouped_attention(scorer.model)
-    if run.world_size > 1 or sharding.dtype != "float32":   # else FSDP makes small steps .6 slower
+    if sharding.uses_fsdp(run.world_size):
         split(scorer, run, sharding)
     if sharding.compile:
         say("--compile: layers are compiled in the first pass, and once more when training begins")

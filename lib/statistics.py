@@ -307,7 +307,7 @@ def detail_lines(metrics, baseline):
     measured = {}
     for name, method in metrics.items():
         measured[name] = method
-        measured[f"{name} against {baseline}"] = method.get("against_baseline", {})
+        measured[f"{name} against {baseline}"] = method.get("against_baseline") or {}
     rows = []
     for name, values in measured.items():
         runs = [f"{value:.3f}" for value in values.get("runs", [])]

@@ -218,9 +218,8 @@ class Run(typing.NamedTuple):
             words.append(arm.get("many", ""))
         if self.round > 1:
             words.append(arm.get("later", ""))
-        flags = {**self.settings, "trajectories": self.dialogues(), "critic": self.critic()}
-        if "c" in arm:
-            flags["trajectories"] = self.all_dialogues()
+        dialogues = self.all_dialogues() if "c" in arm else self.dialogues()
+        flags = {**self.settings, "trajectories": dialogues, "critic": self.critic()}
         if "candidates" in arm and self.round == 1:                  # another arm's
             flags["candidates"] = self._replace(arm=arm["candidates"], settings={}).agent() / "candidates.jsonl"
         return self.train(self.name, " ".join(words), 1, **flags)

@@ -113,7 +113,7 @@ def test_collate_pads_on_the_right():
 def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny):
     items = [[common.Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [common.Row([5, 6, 7], [-1, 0, 0])]]
     expected = common.Scorer(tiny[0])(common.collate(items))
-    monkeypatch.setitem(common.WIDTH_STEP, "cpu", 8)
+    monkeypatch.setitem(common.models.WIDTH_STEP, "cpu", 8)
     batch = common.collate(items)
     assert batch.ids.shape == batch.turn_ids.shape == (2, 8) and batch.mask.shape == (2, 1, 8, 8)
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 0, 0, 0]   # no model needs positions for padding

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from lib import engine as engine_module
 from lib.engine import Engine, few_sizes, next_tokens
-from lib.models import encode
+from lib.models import encode, WIDTH_STEP
 from lib.seeds import uniforms
 from server import generate
 
@@ -74,6 +74,7 @@ def test_samples_do_not_depend_on_the_batch(tiny, monkeypatch):
     for slots, has_few_shapes in ((1, False), (3, False), (32, True)):
         engine = Engine(model, STOPS, slots, 400)
         engine.has_few_shapes = has_few_shapes
+        monkeypatch.setitem(WIDTH_STEP, "cpu", 32 if has_few_shapes else 1)
         assert together(*map(engine.generate, prompts, randoms, temperatures)) == expected
         stats = engine.stats
         # a prompt's last token is read by the step that samples the first new one
