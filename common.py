@@ -311,19 +311,20 @@ def items_of(examples):
 # In shapes: R rows, T tokens of the longest, B items, M most actions of an item, N action tokens, P pairs, H hidden
 # size, V vocabulary
 
-Batch = namedtuple("Batch", "ids mask positions turn_ids previous item_index lengths images")
+Batch = namedtuple("Batch", "ids positions turn_ids previous item_index lengths action_tokens mask images")
 
 
 def collate(items, device="cpu"):
     """Pad items (each a list of rows) on the right to one Batch:
 
     ids             (R, T) token ids, 0 where padded
-    mask            None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)
     positions       (R, T) position of each token; a tree's actions all begin where its prompt ends
     turn_ids        (R, T) as of Row, -1 where padded
     previous        (R, T) place of the token before; of the first token of a tree's action the prompt's last
     item_index      (R,)   the item of each row
     lengths         (B, M) number of tokens of each item's actions, 0 where it has no such action
+    action_tokens   (2, N) row and place of each token of an action
+    mask            None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)
     images          of all rows, in their order"""
     rows = [row for item in items for row in item]
     item_index = [number for number, item in enumerate(items) for _ in item]
@@ -346,9 +347,11 @@ def collate(items, device="cpu"):
             positions[r, is_action] += row.prompt_length - begins[action_ids]
             previous[r, begins[counts > 0]] = row.prompt_length - 1
             positions[r, len(row.ids):] = 0              # padding of a row that is longer than the model has positions
-    tensors = [ids, tree_mask(rows, turn_ids), positions, turn_ids, previous, torch.tensor(item_index), lengths]
-    tensors = [tensor if tensor is None else tensor.to(device) for tensor in tensors]
-    return Batch(*tensors, images=[image for row in rows for image in row.images])
+    action_tokens = (turn_ids >= 0).nonzero().t()       # here: a GPU would have to end all work before it knew N
+    tensors = [ids, positions, turn_ids, previous, torch.tensor(item_index), lengths, action_tokens]
+    tensors = [tensor.to(device) for tensor in tensors]
+    mask = tree_mask(rows, turn_ids.to(device))
+    return Batch(*tensors, mask, images=[image for row in rows for image in row.images])
 
 
 def tree_mask(rows, turn_ids):
@@ -359,14 +362,14 @@ def tree_mask(rows, turn_ids):
     is_tree = torch.tensor([row.prompt_length is not None for row in rows])               # (R,)
     if not is_tree.any():
         return None
-    width = turn_ids.shape[1]
-    lengths = torch.tensor([len(row.ids) for row in rows])                                # (R,)
-    is_token = torch.arange(width) < lengths[:, None]                                     # (R, T)
-    branches = torch.where(is_tree[:, None], turn_ids, -1)                                # (R, T)
+    places = torch.arange(turn_ids.shape[1], device=turn_ids.device)                      # (T,)
+    lengths = torch.tensor([len(row.ids) for row in rows], device=turn_ids.device)        # (R,)
+    is_token = places < lengths[:, None]                                                  # (R, T)
+    branches = turn_ids.where(is_tree.to(turn_ids.device)[:, None], -1)                   # (R, T)
     is_prompt = branches[:, None, :] == -1                                                # (R, 1, T)
     same_branch = branches[:, None, :] == branches[:, :, None]                            # (R, T, T)
-    is_before = torch.ones(width, width, dtype=torch.bool).tril()                         # (T, T)
-    itself = torch.eye(width, dtype=torch.bool)         # padding sees itself: a softmax over nothing is NaN
+    is_before = places <= places[:, None]                                                 # (T, T)
+    itself = places == places[:, None]                  # padding sees itself: a softmax over nothing is NaN
     sees = (is_prompt | same_branch) & is_before & (is_token[:, None, :] | itself)        # (R, T, T)
     return sees[:, None]
 
@@ -454,11 +457,6 @@ def hidden_states(model, batch):
     return output.last_hidden_state
 
 
-def action_tokens(batch):
-    """(r, t), each (N,): the places of the action tokens of a batch."""
-    return (batch.turn_ids >= 0).nonzero(as_tuple=True)
-
-
 MAX_LOGITS = 2 ** 26                                                # in memory at a time, in float32
 MAX_SLOPES = 2 ** 31                                                # kept for the backward pass, in bfloat16
 
@@ -502,7 +500,7 @@ def in_chunks(function, projection, hidden, *tensors):
 
 def action_sums(batch, values):
     """Sums of `values` (N,) or (N, H) of action tokens over each action, (B, M) or (B, M, H) float32."""
-    r, t = action_tokens(batch)
+    r, t = batch.action_tokens
     shape = batch.lengths.shape + values.shape[1:]
     sums = torch.zeros(shape, device=values.device)
     place = batch.item_index[r], batch.turn_ids[r, t]                                   # item and action of a token
@@ -512,14 +510,15 @@ def action_sums(batch, values):
 def action_logps(projection, hidden, batch):
     """The log-probability of each action, summed over its tokens (agent_turns), (B, M) float32.
     hidden: (R, T, H). The vocabulary projection runs at action tokens alone."""
-    r, t = action_tokens(batch)
+    r, t = batch.action_tokens
     before = hidden[r, batch.previous[r, t]]                                              # (N, H)
     return action_sums(batch, token_logps(projection, before, batch.ids[r, t]))
 
 
 def action_values(head, hidden, batch):
     """A head's number for each action, from the mean of its tokens' hidden states (R, T, H); (B, M) float32."""
-    states = hidden[action_tokens(batch)].float()                                         # (N, H)
+    r, t = batch.action_tokens
+    states = hidden[r, t].float()                                                         # (N, H)
     lengths = batch.lengths.clamp(min=1)                                                  # (B, M)
     means = action_sums(batch, states) / lengths[..., None]                               # (B, M, H)
     values = F.linear(means, head.weight.float(), head.bias.float())                      # (B, M, 1)
@@ -555,8 +554,7 @@ def action_outputs(scorer, items, max_tokens, device):
         for i, item_values in zip(chunk, values):
             outputs[i] = item_values[:num_actions(items[i])].clone()
     scorer.train(was_training)
-    if is_split:
-        scorer.reshard()                                            # the root stays gathered for a backward pass
+    models.reshard(scorer)
     if world_size > 1:
         for outputs_of_rank in gather(outputs):
             outputs |= outputs_of_rank
@@ -647,8 +645,7 @@ def load_scorer(name, run, sharding, lora=None, has_head=False):
     if has_head:
         scorer.reset_head()
     scorer.check_logits(name)
-    if hasattr(scorer, "reshard"):
-        scorer.reshard()                                            # the check has gathered the root, as action_outputs
+    models.reshard(scorer)
     return scorer
 
 

@@ -62,7 +62,7 @@ def load_teacher(name, device, dtype):
 
 def before_actions(hidden, batch):
     """The state of the token before each action token, (N, H), of all states (R, T, H)."""
-    r, t = common.action_tokens(batch)
+    r, t = batch.action_tokens
     return hidden[r, batch.previous[r, t]]
 
 

@@ -73,17 +73,17 @@ def trained_bytes(module):
 
 
 def bytes_in_flight(model, step):
-    """Bytes that FSDP2 holds beside the shards: all whole parameters that are in no layer; those of a layer, with the
-    flat buffer that they come from; a layer's whole gradients in float32, before they are reduced."""
+    """Bytes that FSDP2 holds beside the shards: all whole parameters that are in no layer; those of a layer (one rank:
+    of all), with the flat buffer that they come from; a layer's whole gradients in float32, before they are reduced."""
     layers = models.layers_of(model)
     sizes = []
-    for module in (*layers, model):                                 # on one rank what is not trained has no copies
-        copied = [parameter for parameter in module.parameters() if parameter.requires_grad or step.world_size > 1]
-        sizes.append(sum(parameter.nbytes for parameter in copied))
+    for module in (*layers, model):
+        sizes.append(sum(parameter.nbytes for parameter in module.parameters()))
     *layer_sizes, model_size = sizes
-    flat = max(layer_sizes) if step.world_size > 1 else 0
     gradients = max(map(trained_bytes, layers))
-    return model_size - sum(layer_sizes) + max(layer_sizes) + flat + gradients
+    if step.world_size == 1:
+        return model_size + gradients
+    return model_size - sum(layer_sizes) + 2 * max(layer_sizes) + gradients
 
 
 def planned_model(config, step):
@@ -127,7 +127,7 @@ def memory_plan(model, step, token_logps):
         if not step.accumulates:
             ledger.gradients += 4 * parameter.numel() / step.world_size
 
-    uses_fsdp = step.sharding.uses_fsdp(step.world_size)
+    uses_fsdp = step.sharding.uses_fsdp(step.world_size, step.lora is not None)
     # with FSDP2 the gradients of what is in no layer stay whole until the end of the backward pass
     for module in models.layers_of(model) if uses_fsdp else [model]:
         for parameter in module.parameters():

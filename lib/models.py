@@ -492,9 +492,10 @@ class Sharding:
     seed: int = 0
     compile: bool = False
 
-    def uses_fsdp(self, world_size):
-        """Whether FSDP2 holds the parameters; on one rank in float32 it makes small steps .6 slower."""
-        return world_size > 1 or self.dtype != "float32"
+    def uses_fsdp(self, world_size, is_adapted):
+        """Whether FSDP2 holds the parameters: where they are split, or all of them are trained and computed in another
+        type. (On one rank it makes small steps .6 slower.) is_adapted: an adapter alone is trained."""
+        return world_size > 1 or self.dtype != "float32" and not is_adapted
 
 
 def sharding_of(args):
@@ -509,7 +510,10 @@ def shard(scorer, run, sharding):
         checkpoint_layers(scorer.model)
     if run.device.type == "cuda" and sharding.dtype == "bfloat16" and torch.cuda.get_device_capability()[0] in (9, 10):
         use_grouped_attention(scorer.model)
-    if sharding.uses_fsdp(run.world_size):
+    adapted = adapter_layers(scorer.model)
+    for layer in adapted:
+        compute_as_given(layer)
+    if sharding.uses_fsdp(run.world_size, bool(adapted)):
         split(scorer, run, sharding)
     if sharding.compile:
         say("--compile: layers are compiled in the first pass, and once more when training begins")
@@ -537,12 +541,17 @@ def split(scorer, run, sharding):
     layers = layers_of(model)
     if is_visual(model):
         layers += model.base_model.visual.blocks
-    alone = set()                               # of one rank: what is not trained needs no copies
-    if run.world_size == 1:
-        alone = {parameter for parameter in scorer.parameters() if not parameter.requires_grad}
     for module in (*layers, scorer):
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=alone)
+        # one rank gathers a layer once for both passes
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=run.world_size > 1)
     register_fsdp_forward_method(scorer, "check_logits")
+
+
+def reshard(scorer):
+    """Free what FSDP2 has gathered in a pass without gradients, and keeps for a backward pass."""
+    for module in scorer.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 def checkpoint_layers(model):
@@ -732,6 +741,20 @@ def adapter_layers(model):
 def adapter_parameters(model):
     """{name: parameter} of a model's adapter; empty where it has none."""
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+
+
+class CastLinear(torch.nn.Linear):
+    """A linear layer that computes in the type of its input."""
+
+    def forward(self, states):
+        return F.linear(states, self.weight.to(states.dtype))
+
+
+def compute_as_given(layer):
+    """Have the adapter of a layer, whose weights are float32, compute in the type of the layer's input."""
+    layer.cast_input_dtype_enabled = False
+    for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
+        linear.__class__ = CastLinear
 
 
 def peft_name(name):

@@ -6,7 +6,7 @@
 Models have random weights, made on the GPU.
 decode         a decoding step of the engine against the time in which the GPU reads all weights, keys and values
 lora, critic   training steps; NAME-compiled: with --compile, of rows of several lengths
-pairs, trees   training steps of eight pairs: a tree for each, or for four that share a prompt (--pairs-together)
+pairs, trees   training steps of 16 pairs: a tree for each, or for four that share a prompt (--pairs-together)
 trl            the same pairs by TRL's DPOTrainer, whose reference is computed before (pip install trl)
 MFU is 6 N D over 989 TFLOP/s (H100, H200), of LoRA 4 N D: N parameters without input embeddings, D tokens without
 padding. plan_gb: what --dry-run predicts."""
@@ -35,8 +35,8 @@ NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_
 SHAPES = {"8B": ((4096, 14336, 32, 32, 8), 128256, False), "1B": ((2048, 8192, 16, 32, 8), 128256, True),
           "SmolLM2": ((576, 1536, 30, 9, 3), 49152, True), "tiny": ((64, 128, 2, 4, 2), 512, False)}
 TREE, DIALOGUE = (600, 80, 8), (0, 252, 8)      # tokens of a prompt, of a turn; turns
-TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8), "pairs": ("1B", 0, (600, 80, 2), 8),
-            "trees": ("1B", 0, TREE, 2)}                            # model, rank of LoRA, rows and their number
+TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8), "pairs": ("1B", 0, (600, 80, 2), 16),
+            "trees": ("1B", 0, TREE, 4)}                            # model, rank of LoRA, rows and their number
 DECODING = [("8B", 64), ("8B", 16), ("8B", 256), ("8B", 1), ("SmolLM2", 16)]                # model, rows
 PROMPT_TOKENS, NEW_TOKENS = 520, 48
 
@@ -125,7 +125,7 @@ def train_by_trl(name, is_tiny):
     import datasets
     import trl
     pairs, seconds = [], []
-    for _ in range(2):
+    for _ in range(4):
         prompt = random_ids(30 if is_tiny else 600)
         for _ in range(4):
             pairs.append({"prompt_ids": prompt, "chosen_ids": random_ids(80), "rejected_ids": random_ids(80)})
@@ -148,7 +148,7 @@ def train_by_trl(name, is_tiny):
         torch.cuda.reset_peak_memory_stats()
     model = random_scorer("tiny" if is_tiny else "1B", device, torch.float32).model
     settings = trl.DPOConfig(
-        "/tmp/bench_gpu_trl", max_steps=7, per_device_train_batch_size=8, bf16=device.type == "cuda", max_length=None,
+        "/tmp/bench_gpu_trl", max_steps=7, per_device_train_batch_size=16, bf16=device.type == "cuda", max_length=None,
         use_cpu=device.type == "cpu", precompute_ref_log_probs=True, precompute_ref_batch_size=8, report_to="none",
         save_strategy="no", logging_strategy="no", learning_rate=1e-6, activation_checkpointing=False)
     trainer = Trainer(model, args=settings, train_dataset=datasets.Dataset.from_list(pairs * 7), callbacks=[Clock()],

@@ -240,13 +240,10 @@ def fake_model():
     return LlamaForCausalLM(LlamaConfig.from_pretrained(BASE)).eval()
 
 
-def fake_batch(mode, items, monkeypatch):
-    """A Batch on fake cuda. Its action tokens are given: where they are depends on values, which fake tensors lack."""
+def fake_batch(mode, items):
+    """A Batch on fake cuda."""
     with torch.device("cpu"), torch.utils._python_dispatch._disable_current_modes():
         batch = common.collate(items)
-        places = common.action_tokens(batch)
-    places = [mode.from_tensor(place).to("cuda") for place in places]
-    monkeypatch.setattr(common, "action_tokens", lambda batch: tuple(places))
     tensors = {}
     for name, value in batch._asdict().items():
         if isinstance(value, torch.Tensor):
@@ -256,10 +253,10 @@ def fake_batch(mode, items, monkeypatch):
 
 @pytest.mark.parametrize("items", [ROWS, TREES], ids=["rows", "trees"])
 @pytest.mark.parametrize("has_head", [False, True], ids=["lm", "head"])
-def test_a_scorer_on_fake_cuda_mixes_no_devices(monkeypatch, items, has_head):
+def test_a_scorer_on_fake_cuda_mixes_no_devices(items, has_head):
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.device("cuda"), torch.no_grad():
         scorer = common.Scorer(fake_model(), has_head)
-        values = scorer(fake_batch(mode, items, monkeypatch))
+        values = scorer(fake_batch(mode, items))
     assert values.device.type == "cuda" and values.shape == (2, 2)
 
 
