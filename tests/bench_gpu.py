@@ -6,8 +6,8 @@
 Models have random weights, made on the GPU.
 decode         a decoding step of the engine against the time in which the GPU reads all weights, keys and values
 lora, critic   training steps; NAME-compiled: with --compile, of rows of several lengths
-pairs, trees   training steps of 16 pairs: a tree for each, or for four that share a prompt (--pairs-together)
-trl            the same pairs by TRL's DPOTrainer, whose reference is computed before (pip install trl)
+trees, trl     a step of 16 pairs, four for each of four prompts: as trees (--pairs-together), and by TRL's DPOTrainer,
+               whose reference is computed before (pip install trl)
 MFU is 6 N D over 989 TFLOP/s (H100, H200), of LoRA 4 N D: N parameters without input embeddings, D tokens without
 padding. plan_gb: what --dry-run predicts."""
 import argparse
@@ -33,11 +33,10 @@ from lib.runtime import peak_memory_mb, start  # noqa: E402
 PEAK = 989e12                                   # FLOP/s of an H100 or H200, bfloat16
 NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
 SHAPES = {"8B": ((4096, 14336, 32, 32, 8), 128256, False), "1B": ((2048, 8192, 16, 32, 8), 128256, True),
-          "SmolLM2": ((576, 1536, 30, 9, 3), 49152, True), "tiny": ((64, 128, 2, 4, 2), 512, False)}
+          "tiny": ((64, 128, 2, 4, 2), 512, False)}
 TREE, DIALOGUE = (600, 80, 8), (0, 252, 8)      # tokens of a prompt, of a turn; turns
-TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8), "pairs": ("1B", 0, (600, 80, 2), 16),
+TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8),
             "trees": ("1B", 0, TREE, 4)}                            # model, rank of LoRA, rows and their number
-DECODING = [("8B", 64), ("8B", 16), ("8B", 256), ("8B", 1), ("SmolLM2", 16)]                # model, rows
 PROMPT_TOKENS, NEW_TOKENS = 520, 48
 
 
@@ -86,42 +85,38 @@ def seconds_of(work, times, device):
     return seconds
 
 
-def train(name, is_tiny):
+def train(name, is_tiny, device):
     kind, _, compiled = name.partition("-")
     shape, rank, form, num_rows = TRAINING[kind]
     if is_tiny:
         shape, form, num_rows = "tiny", (form[0] // 20, 9, form[2]), 2
-    run, lora = start(0), None
-    if run.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    if rank:
-        lora = models.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    lora = models.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None
     sharding = models.Sharding("bfloat16", compile=bool(compiled))
-    scorer = random_scorer(shape, run.device, torch.bfloat16 if lora else torch.float32, lora).train()
-    models.shard(scorer, run, sharding)
+    scorer = random_scorer(shape, device, torch.bfloat16 if lora else torch.float32, lora).train()
+    models.shard(scorer, start(0), sharding)
     optimizer, items = training.adamw(scorer, 1e-6), random_items(num_rows, *form)
 
     def step(items=items):
-        values = scorer(common.collate(items, run.device))          # (B, M)
+        values = scorer(common.collate(items, device))              # (B, M)
         (-F.logsigmoid(.1 * values).mean()).backward()              # the losses of 03 and 04 cost no more
         torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    first_s = seconds_of(step, 2, run.device)
+    first_s = seconds_of(step, 2, device)
     if compiled:                                                    # other lengths and numbers of rows
         others = iter([random_items(num_rows, *form[:2], form[2] // 2), items[:-1]])
-        first_s += seconds_of(lambda: step(next(others)), 2, run.device)
-    seconds = statistics.median(seconds_of(step, 5, run.device))
-    num_tokens = num_rows * len(items[0][0].ids)
-    num_flop = (4 if rank else 6) * num_parameters(scorer.model) * num_tokens
-    planned = memory.PlannedStep(1, sharding, num_rows, len(items[0][0].ids), False, form[0] > 0, lora)
+        first_s += seconds_of(lambda: step(next(others)), 2, device)
+    seconds = statistics.median(seconds_of(step, 5, device))
+    row_tokens = len(items[0][0].ids)
+    num_flop = (4 if rank else 6) * num_parameters(scorer.model) * num_rows * row_tokens
+    planned = memory.PlannedStep(1, sharding, num_rows, row_tokens, False, form[0] > 0, lora)
     plan = memory.memory_plan(memory.planned_model(config_of(shape), planned), planned, common.token_logps)
-    yield {"model": shape, "first_s": first_s, "tokens": num_tokens, "tokens_per_s": num_tokens / seconds,
-           "ms": 1000 * seconds, "peak_gb": peak_memory_mb() * 2 ** 20 / 1e9, "mfu": num_flop / seconds / PEAK,
+    yield {"model": shape, "first_s": first_s, "tokens_per_s": num_rows * row_tokens / seconds, "ms": 1000 * seconds,
+           "mfu": num_flop / seconds / PEAK, "peak_gb": peak_memory_mb() * 2 ** 20 / 1e9,
            "plan_gb": plan["total"] / 1e9}
 
 
-def train_by_trl(name, is_tiny):
+def train_by_trl(name, is_tiny, device):
     import datasets
     import trl
     pairs, seconds = [], []
@@ -139,13 +134,10 @@ def train_by_trl(name, is_tiny):
             self.begin = time.perf_counter()
 
         def on_step_end(self, *_, **__):
-            if torch.cuda.is_available():
+            if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - self.begin)
 
-    device = start(0).device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     model = random_scorer("tiny" if is_tiny else "1B", device, torch.float32).model
     settings = trl.DPOConfig(
         "/tmp/bench_gpu_trl", max_steps=7, per_device_train_batch_size=16, bf16=device.type == "cuda", max_length=None,
@@ -158,19 +150,16 @@ def train_by_trl(name, is_tiny):
            "peak_gb": peak_memory_mb() * 2 ** 20 / 1e9}
 
 
-def decode(name, is_tiny):
-    device, made = start(0).device, None
+def decode(name, is_tiny, device):
     numbers = torch.ones(2 ** (20 if is_tiny else 31), dtype=torch.bfloat16, device=device)
     bandwidth = numbers.nbytes / min(seconds_of(numbers.sum, 8, device))                    # bytes a second
     del numbers
-    for shape, num_rows in [("tiny", 3), ("tiny", 1)] if is_tiny else DECODING:
-        if shape != made:
-            model = made = None                                     # frees the one before
-            model, made = random_scorer(shape, device).eval().model, shape
-        config, num_tokens = model.config, PROMPT_TOKENS + NEW_TOKENS * 3 // 4
-        kept = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * num_tokens  # bytes a row
+    model = random_scorer("tiny" if is_tiny else "8B", device).eval().model
+    config, num_tokens = model.config, PROMPT_TOKENS + NEW_TOKENS * 3 // 4
+    kept = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * num_tokens      # bytes a row
+    for num_rows in [3] if is_tiny else [64, 16, 256, 1]:
         seconds = seconds_of_steps(Engine(model, [], num_rows, 16384), num_rows)
-        yield {"model": shape, "rows": num_rows, "bandwidth": bandwidth, "first_s": seconds[:4],
+        yield {"rows": num_rows, "bandwidth": bandwidth, "first_s": seconds[:4],
                "floor_ms": 1000 * (2 * num_parameters(model) + num_rows * kept) / bandwidth,
                "step_ms": 1000 * statistics.median(seconds[len(seconds) // 2:])}
 
@@ -181,8 +170,8 @@ def seconds_of_steps(engine, num_rows):
     engine.decode = lambda: seconds.extend(seconds_of(plain_decode, 1, engine.device))
 
     async def sample_all():
-        randoms = torch.full((1, NEW_TOKENS), .5)
-        await asyncio.gather(*(engine.generate(random_ids(PROMPT_TOKENS), randoms, 1.0) for _ in range(num_rows)))
+        uniforms = torch.full((1, NEW_TOKENS), .5)
+        await asyncio.gather(*(engine.generate(random_ids(PROMPT_TOKENS), uniforms, 1.0) for _ in range(num_rows)))
     asyncio.run(sample_all())
     return seconds
 
@@ -197,13 +186,15 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument("--out", default="bench_gpu.jsonl", help="file to append to")
     args = parser.parse_args()
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    versions = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__}
+    device = start(0).device
+    card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     for name in args.parts:
         random.seed(0)
         gc.collect()                                                # the model of the part before
-        for row in PARTS[name](name, args.tiny):
-            text = json.dumps({"part": name, **row, **versions})
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for row in PARTS[name](name, args.tiny, device):
+            text = json.dumps({"part": name, **row, "card": card, "torch": torch.__version__})
             print(text, flush=True)
             with open(args.out, "a") as file:                       # a row is there as soon as it is measured
                 file.write(text + "\n")
