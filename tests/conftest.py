@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
     """The longest files come first, so that no worker is left alone with one at the end."""
     longest = [f"test_{name}.py" for name in (
         "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql", "forks", "servers", "05",
-        "03", "04", "02", "report", "report_page", "study", "pages", "reference", "bad_input")]
+        "03", "04", "02", "report", "report_page", "study", "pages", "bad_input")]
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
 
 

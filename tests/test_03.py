@@ -1,21 +1,21 @@
-"""03_train_critic.py: golden losses, step-0 invariants, learning, resume, ranks, bad input."""
+"""03_train_critic.py: golden losses, step-0 invariants, learning, ranks, what the reference of eq. 3 reads; critics
+without training. (A killed run goes on: test_elastic.py.)"""
 import collections
 import copy
 import json
 import math
 import re
-import shutil
 
 import pytest
 import torch
 
 import common
 from colbench import backend, frontend
-from compare import assert_same_steps, greatest_difference, set_weights, weights
-from conftest import BASE, call, dies, policy_flags, read, refused, stage, succeed, write
+from compare import assert_same_steps, greatest_difference, token_logps_after
+from conftest import BASE, call, critic_note, read, refused, stage, succeed, write
 from lib import training
 from lib.data import read_trajectories
-from lib.models import load_model, weights_fingerprint
+from lib.models import load_model
 from lib.runtime import InputError
 
 critic_stage = stage(3)
@@ -120,14 +120,11 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspace, tmp_path, head):
+def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspace, data, tmp_path, head):
     """Its 2,048 positions, below --max-length 8,192; a head has no reference that would have read the rows first."""
-    rows = read(workspace / "offline.jsonl")
+    rows = read(data / "demos.jsonl")
     for row in rows:
-        row["dialogue_history"][0]["content"] += " and" * 500
-        row["tokenizer"] = None                                                   # so that prompts are rendered again
-        for turn in row["dialogue_history"]:
-            turn.pop("input", None)
+        row["dialogue_history"][0]["content"] += " and" * 1000
     line = refused(3, *flags(workspace, tmp_path / "out", "--head", head, "--trajectories",
                              write(tmp_path / "long.jsonl", rows)))
     assert re.search(r"takes 2,048 tokens, and a prompt with its action has up to \d,\d+ ", line)
@@ -216,9 +213,8 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
     groups, held_out_pairs = critic_stage.split_groups(trajectories, args)
     trained = {trajectories[number]["task_id"] for group in groups for number in group}
     held_out = {trajectories[number]["task_id"] for pair in held_out_pairs for number in pair}
-    assert trained and held_out and not trained & held_out
-    assert not any(critic_stage.is_held_out(task, 0.3) for task in trained)
-    assert all(critic_stage.is_held_out(task, 0.3) for task in held_out)
+    for tasks, is_held_out in ((trained, False), (held_out, True)):
+        assert {critic_stage.is_held_out(task, 0.3) for task in tasks} == {is_held_out}
     pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
     first = [row for row in trajectories if row["sample"] == 0]      # one dialogue a task: no pair
     if head == "value":                                              # every dialogue of the other tasks, one by one
@@ -229,17 +225,6 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
         assert sorted(groups + held_out_pairs) == sorted(pairs)      # no pair is lost
 
 
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, critic, tmp_path):
-    arguments = flags(workspace, tmp_path / "killed", "--nll-coef", 0)
-    with dies(training.Checkpoints, "save", calls=1):                     # at the end
-        call(3, *arguments)
-    assert "continues at step 2\n" in call(3, *arguments)
-    assert greatest_difference(tmp_path / "killed", critic[0]) == 0
-    rows = read(tmp_path / "killed" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert all(one["seconds"] < two["seconds"] for one, two in zip(rows, rows[1:]))
-
-
 def test_one_batch_of_four_is_four_batches_of_one_and_two_ranks(workspace, critic, tmp_path):
     call(3, *flags(workspace, tmp_path / "micro", "--nll-coef", 0, "--micro-batch-size", 1))
     succeed("03_train_critic.py", *flags(workspace, tmp_path / "ranks", "--nll-coef", 0), ranks=2)
@@ -247,18 +232,71 @@ def test_one_batch_of_four_is_four_batches_of_one_and_two_ranks(workspace, criti
         assert_same_steps(tmp_path / name, critic[0])
 
 
-# --- the reference
+# --- the reference, which reads c or the dialogue alone
 
-def test_another_reference_is_refused(critic, workspace, tmp_path):
-    """A copy of a critic, whose reference has other weights by now."""
-    base, copied = tmp_path / "base", tmp_path / "critic"
-    shutil.copytree(BASE, base)
-    shutil.copytree(critic[0], copied)
-    note = json.loads((copied / "critic.json").read_text())
-    assert note["reference_fingerprint"] == weights_fingerprint(str(base))
-    (copied / "critic.json").write_text(json.dumps({**note, "reference": str(base)}))
-    set_weights(base, {name: tensor * 1.01 for name, tensor in weights(base).items()})
-    assert refused(4, *policy_flags(workspace, "sweet", tmp_path / "x", "--critic", copied)) == (
-        f"{copied}: its reference {base} has other weights than when the critic was trained from it; put them back, "
-        "or train the critic again")
-    assert not (tmp_path / "x").exists()
+@pytest.fixture(scope="module")
+def blind(workspace, tmp_path_factory):
+    """A critic trained with --reference-sees-c no: one step on all pairs, so that its loss is the initial model's."""
+    out = tmp_path_factory.mktemp("blind") / "critic"
+    call(3, *flags(workspace, out, "--reference-sees-c", "no", "--batch-size", 10_000, "--max-steps", 1,
+                   "--held-out-frac", 0, "--nll-coef", 0, "--beta", 0.7))
+    return out
+
+
+def gain(tiny, trajectory, prompt, action):
+    """How much likelier c makes an action: log p(a|o, c) - log p(a|o), means over its tokens, by hand."""
+    informed = common.critic_prompt(tiny[1], prompt, trajectory["task"])
+    logps, blind_logps = (token_logps_after(tiny, text, action) for text in (informed, prompt))
+    return (logps - blind_logps).mean().item()
+
+
+def turn_gains(tiny, trajectory):
+    turns = trajectory["dialogue_history"][1::2]
+    return [gain(tiny, trajectory, turn["input"], turn["output_ids"]) for turn in turns]
+
+
+def test_the_first_loss_of_a_blind_critic_is_that_of_the_gains_by_hand(workspace, blind, tiny):
+    trajectories = read_trajectories(workspace / "offline.jsonl", 36)
+    pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
+    scores = {i: sum(turn_gains(tiny, trajectories[i])) for i in {i for pair in pairs for i in pair}}
+    margins = [0.7 * (scores[chosen] - scores[rejected]) for chosen, rejected in pairs]
+    losses = [math.log1p(math.exp(-margin)) for margin in margins]
+    [step] = read(blind / "metrics.jsonl")
+    assert step["loss"] == pytest.approx(sum(losses) / len(losses), abs=2e-5)
+    assert abs(step["loss"] - math.log(2)) > 0.01                   # with an informed reference it is log 2
+    assert step["margin"] == pytest.approx(sum(margins) / len(margins), abs=2e-4)
+
+
+def test_a_critic_s_folder_says_what_its_reference_reads_and_a_flag_has_it_otherwise(blind, critic, tmp_path, capsys):
+    """But for a critic with a head, which has no reference."""
+    for folder, sees_c in ((blind, False), (critic[0], True)):
+        assert json.loads((folder / "critic.json").read_text())["reference_sees_c"] is sees_c
+        found = [common.read_critic(folder, None, backend, flag).ref_sees_c for flag in (None, True, False)]
+        assert found == [sees_c, True, False]
+    (tmp_path / "critic.json").write_text(json.dumps(critic_note("value")))
+    assert common.read_critic(tmp_path, None, backend, False).ref_sees_c
+    assert "--reference-sees-c no does nothing" in capsys.readouterr().out
+
+
+def test_scores_with_a_blind_reference(workspace, critic, tiny):
+    """An untrained critic's is the gain by hand, of actions and of turns; a trained one's is eq. 3 as printed plus the
+    gain."""
+    tokenizer, trajectories, load = tiny[1], read(workspace / "offline.jsonl")[:3], common.load_whole("cpu")
+    points = []
+    for trajectory in trajectories:
+        first, *_, last = trajectory["dialogue_history"][1::2]
+        actions = [first["output_ids"], [7, 8], last["output_ids"]]
+        points.append(common.DecisionPoint(first["input"], trajectory["task"], [], actions, []))
+    untrained = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), load)
+    gains = common.score_actions(untrained, tokenizer, points, 4096, "cpu")
+    turn_scores = common.score_turns(untrained, tokenizer, trajectories, 4096, "cpu")
+    for trajectory, point, point_gains, advantages in zip(trajectories, points, gains, turn_scores):
+        expected = [gain(tiny, trajectory, point.prompt, action) for action in point.actions]
+        assert point_gains == pytest.approx(expected, abs=1e-4) and max(map(abs, point_gains)) > 0.01
+        assert advantages == pytest.approx(turn_gains(tiny, trajectory), abs=1e-4)
+    informed, blind = (common.load_critic(common.read_critic(critic[0], tokenizer, backend, sees_c), load)
+                       for sees_c in (True, False))
+    printed, released = (common.score_actions(loaded, tokenizer, points, 4096, "cpu") for loaded in (informed, blind))
+    for printed_scores, released_scores, point_gains in zip(printed, released, gains):
+        assert released_scores == pytest.approx([a + b for a, b in zip(printed_scores, point_gains)], abs=1e-4)
+        assert released_scores != pytest.approx(printed_scores, abs=1e-3)

@@ -1,7 +1,9 @@
-"""04_train_policy.py: golden losses, what is chosen, step-0 invariants, phases, resume, bad input."""
+"""04_train_policy.py: golden losses, what is chosen, step-0 invariants, phases, lengths, bad input."""
+import collections
 import json
 import math
 import random
+import re
 import types
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import common
 from colbench import backend
 from compare import token_logps_after
-from conftest import BASE, call, dies, policy_flags, read, refused, stage, write
+from conftest import BASE, call, dies, FUNCTION, policy_flags, read, refused, stage, write
 from lib import training
 from lib.data import read_trajectories
 from lib.models import encode
@@ -24,15 +26,13 @@ def flags(workspace, method, out, *more):
     return policy_flags(workspace, method, out, "--num-trajectories", 24, *more)
 
 
-def sweet_flags(workspace, critic, out, *more):
-    return flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
-                 "--max-new-tokens", 80, "--nll-coef", 0, *more)
-
-
 @pytest.fixture(scope="module")
 def sweet(workspace, critic, tmp_path_factory):
+    """(The folder, what was printed, the flags)"""
     out = tmp_path_factory.mktemp("sweet") / "sweet"
-    return out, call(4, *sweet_flags(workspace, critic, out))
+    words = flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
+                  "--max-new-tokens", 80, "--nll-coef", 0)
+    return out, call(4, *words), words
 
 
 def test_an_untrained_critic_is_no_file():
@@ -47,10 +47,8 @@ def test_the_items_of_several_examples_are_numbered_through():
     examples = [common.Example([one], [((0, 0), (0, 1))], "a"),
                 common.Example([one], [((0, 1), (0, 0)), ((0, 1), (0, 0))], "b"), common.Example([one], [], "c"),
                 common.Example([one, two], [((0, 0), (1, 1))], "d")]
-    pairs = common.batch_pairs(examples)
-    assert pairs.tolist() == [[[0, 0], [0, 1]], [[1, 1], [1, 0]], [[1, 1], [1, 0]], [[3, 0], [4, 1]]]
-    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0]])
-    assert values[pairs[..., 0], pairs[..., 1]].tolist() == [[1.0, 2.0], [4.0, 3.0], [4.0, 3.0], [7.0, 10.0]]
+    assert common.batch_pairs(examples).tolist() == [
+        [[0, 0], [0, 1]], [[1, 1], [1, 0]], [[1, 1], [1, 0]], [[3, 0], [4, 1]]]
 
 
 def test_a_trajectory_of_multi_turn_dpo_is_one_action():
@@ -94,11 +92,8 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
     chosen = {(state["task_id"], state["sample"]) for state in states}
     assert len(chosen) == 7
     assert chosen != {(t["task_id"], t["sample"]) for t in trajectories[:7]}              # not the head of the file
-    expected = []
-    for trajectory in trajectories:
-        if (trajectory["task_id"], trajectory["sample"]) in chosen:
-            for number, turn in enumerate(trajectory["dialogue_history"][1::2]):
-                expected.append((trajectory["task_id"], number, turn["input"]))
+    expected = [(t["task_id"], number, turn["input"]) for t in trajectories if (t["task_id"], t["sample"]) in chosen
+                for number, turn in enumerate(t["dialogue_history"][1::2])]
     assert [(state["task_id"], state["turn"], state["prompt"]) for state in states] == expected
     assert [len(state["history"]) for state in states] == [1 + 2 * state["turn"] for state in states]
 
@@ -106,8 +101,9 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
 # --- sweet
 
 def test_phases_can_be_inspected(sweet):
-    out, printed = sweet
-    assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)      # mtdpo's: test_house.py
+    out, printed, _ = sweet
+    first = read(out / "metrics.jsonl")[0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and first["acc"] == 0.5       # mtdpo's: test_house.py
     ours = backend.AGENT_SYSTEM.format(max_rounds=8)
     assert json.loads((out / "agent.json").read_text()) == {"system_prompt": ours, "chat_template_args": {}}
     scored, pairs = read(out / "scored.jsonl"), read(out / "pairs.jsonl")
@@ -115,54 +111,44 @@ def test_phases_can_be_inspected(sweet):
         secret = [line.strip() for line in row["task"]["ground_truth"].split("\n")[1:]]
         assert secret and not any(line in row["prompt"] for line in [*secret, "The function that this person needs"])
         assert len(row["candidates"]) == 8
-    by_state = {(row["task_id"], row["sample"], row["turn"]): row for row in scored}
-    for pair in pairs:
-        row = by_state[pair["task_id"], pair["sample"], pair["turn"]]
+    scores = {(row["prompt"], tuple(candidate["ids"])): advantage for row in scored
+              for candidate, advantage in zip(row["candidates"], row["advantages"])}
+    for pair in pairs:                           # which candidates: test_pairs_are_better_half_against_worse_half
         assert pair["chosen"]["advantage"] >= pair["rejected"]["advantage"]
-        assert pair["chosen"]["ids"] != pair["rejected"]["ids"]
-        order = sorted(row["advantages"], reverse=True)
-        assert order.index(pair["chosen"]["advantage"]) < 4
+        for side in (pair["chosen"], pair["rejected"]):
+            assert side["advantage"] == scores[pair["prompt"], tuple(side["ids"])]
     assert f"{len(pairs)} pairs of {4 * len(scored)} asked for" in printed and (out / "COMPLETED").exists()
 
 
-def test_an_equal_pair_is_half_right(sweet):
+def test_an_equal_pair_is_half_right():
     chosen, rejected = torch.tensor([0.3, 0.3 + 3e-7, 0.3 - 3e-7, 0.4, 0.2]), torch.full((5,), 0.3)
     numbers = preference_numbers(chosen, rejected, torch.zeros(5), "float32")
     assert numbers["acc"].tolist() == [0.5, 0.5, 0.5, 1, 0]
     assert numbers["margin"].mean().item() == pytest.approx(0, abs=1e-6)
-    assert read(sweet[0] / "metrics.jsonl")[0]["acc"] == 0.5
 
 
-def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):
-    arguments = sweet_flags(workspace, critic, tmp_path / "s")
-    with dies(common, "score_actions"):
-        call(4, *arguments)
-    monkeypatch.delattr(policy_stage, "open_sampler")                # the candidates are there
-    call(4, *arguments)
-    assert (tmp_path / "s" / "pairs.jsonl").read_bytes() == (sweet[0] / "pairs.jsonl").read_bytes()
-
-
-def test_candidates_of_another_run_answer_to_the_tasks_of_this_one(sweet):
+def test_candidates_of_another_run_answer_to_the_tasks_of_this_one(sweet, tmp_path):
     """A reference that was corrected since they were sampled is what they are scored by."""
-    path = sweet[0] / "candidates.jsonl"
-    states = [{key: row[key] for key in ("task_id", "sample", "turn", "prompt", "task")} for row in read(path)]
-    for state in states:
-        state["task"] = {**state["task"], "ground_truth": "def corrected(): return 1"}
-    rows = policy_stage.read_candidates(path, states, 8)
-    assert [row["task"] for row in rows] == [state["task"] for state in states]
-    assert [row["candidates"] for row in rows] == [row["candidates"] for row in read(path)]
+    path, rows = sweet[0] / "candidates.jsonl", read(sweet[0] / "candidates.jsonl")
+    corrected = {"ground_truth": "def corrected(): return 1"}
+    states = [{**row, "task": {**row["task"], **corrected}, "candidates": None} for row in rows]
+    found = policy_stage.read_candidates(path, states, 8)
+    assert [row["task"] for row in found] == [state["task"] for state in states]
+    assert [row["candidates"] for row in found] == [row["candidates"] for row in rows]
     for others, number in ((states[1:], 8), (states, 7), ([{**states[0], "prompt": "x"}, *states[1:]], 8)):
         with pytest.raises(InputError, match="candidates.jsonl: made from other turns or prompts"):
             policy_stage.read_candidates(path, others, number)
+    path = write(tmp_path / "candidates.jsonl", [{**row, "sample": None} for row in rows])
+    line = refused(4, *sweet[2], "--candidates", path, "--overwrite")
+    assert line.startswith(f'{path}:1: "sample" is') and (sweet[0] / "COMPLETED").exists()      # nothing is replaced
 
 
-@pytest.mark.parametrize("text, prompt, is_answer", [
-    ("<think>Soon: {marker} x</think>What is it?", "x", False), ("{marker} a</think>What is it?", "<think>", False),
-    ("<think>Soon</think>{marker} y", "x", True)])
-def test_candidates_are_scored_without_their_thoughts(text, prompt, is_answer):
-    row = {"task": {"problem_description": "x", "ground_truth": "y", "test_cases": {}}, "prompt": prompt, "history": [],
-           "candidates": [{"text": text.format(marker=backend.MARKER), "ids": [1]}]}
-    assert (backend.MARKER in policy_stage.decision_point(row).texts[0]) == is_answer
+def test_candidates_are_scored_without_their_thoughts():
+    """Also of a thought that the prompt opens."""
+    texts = ["{} a</think>What?", "<think>{} b</think>What?", "c</think>{} d"]
+    row = {"task": FUNCTION, "prompt": "<think>", "history": [],
+           "candidates": [{"text": text.format(backend.MARKER), "ids": [1]} for text in texts]}
+    assert policy_stage.decision_point(row).texts == ["What?", "What?", f"{backend.MARKER} d"]
 
 
 def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, tmp_path):
@@ -180,65 +166,65 @@ def untrained(path, out, *more):
             "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1, "--out", out, *more]
 
 
-def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace, tmp_path, monkeypatch):
+def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace, tmp_path, tiny):
     """Two tasks, three dialogues of each as a published file has them: no ids, no numbers of samples, a system prompt
     of their own in what is logged (this template shows none, so it stands as a turn). What is trained together
     continues its own prompt."""
-    rows, trained, make = read(workspace / "offline.jsonl")[:6], [], common.actions_item
+    rows = read(workspace / "offline.jsonl")[:6]
     for row in rows:
         for key in ("tokenizer", "sample", "max_rounds"):
             del row[key]
         for turn in row["dialogue_history"][1::2]:
             del turn["output_ids"]
             turn["input"] = "<|user|>Ask {short} questions.<|end|>" + turn["input"]
-    write(tmp_path / "p.jsonl", rows)
-
-    def actions_item(tokenizer, prompt, actions):
-        if (tmp_path / "out" / "pairs.jsonl").exists():              # the critic has scored all by then
-            trained.append((prompt, actions))
-        return make(tokenizer, prompt, actions)
-    monkeypatch.setattr(common, "actions_item", actions_item)
-    printed = call(4, *untrained(tmp_path / "p.jsonl", tmp_path / "out", "--pairs-together"))
-    candidates, pairs = (read(tmp_path / "out" / name) for name in ("candidates.jsonl", "pairs.jsonl"))
+    path, out = write(tmp_path / "p.jsonl", rows), tmp_path / "out"
+    printed = call(4, *untrained(path, out, "--pairs-together"))
+    candidates, pairs = read(out / "candidates.jsonl"), read(out / "pairs.jsonl")
     assert [row["prompt"] for row in candidates] == [turn["input"] for row in rows
                                                      for turn in row["dialogue_history"][1::2]]
-    assert [row["sample"] for row in candidates if row["turn"] == 0] == [0, 1, 2] * 2
-    assert len({json.dumps(row["candidates"]) for row in candidates if row["turn"] == 0}) == 6  # other random numbers
-    sampled = {}
-    for row in candidates:
-        sampled.setdefault(row["prompt"], set()).update(tuple(candidate["ids"]) for candidate in row["candidates"])
-    assert len({prompt for prompt, _ in trained}) > 6
-    assert all(set(map(tuple, actions)) <= sampled[prompt] for prompt, actions in trained)
-    assert len(trained) == len({(pair["task_id"], pair["sample"], pair["turn"]) for pair in pairs})
     assert f"their prompts: {len(candidates)} as logged\n" in printed
-
-
-def test_bad_candidates_replace_nothing(sweet, workspace, critic, tmp_path):
-    rows = [{**row, "sample": None} for row in read(sweet[0] / "candidates.jsonl")]
-    candidates = write(tmp_path / "candidates.jsonl", rows)
-    line = refused(4, *sweet_flags(workspace, critic, sweet[0], "--candidates", candidates, "--overwrite"))
-    assert line.startswith(f'{candidates}:1: "sample" is') and (sweet[0] / "COMPLETED").exists()
+    firsts = [row for row in candidates if row["turn"] == 0]
+    assert [row["sample"] for row in firsts] == [0, 1, 2] * 2
+    assert len({json.dumps(row["candidates"]) for row in firsts}) == 6                          # other random numbers
+    sampled = collections.defaultdict(list)
+    for row in candidates:
+        sampled[tuple(encode(tiny[1], row["prompt"]))] += [candidate["ids"] for candidate in row["candidates"]]
+    examples = policy_stage.pair_examples(pairs, tiny[1], together=True)
+    assert len(examples) == len({(pair["task_id"], pair["sample"], pair["turn"]) for pair in pairs}) > 6
+    for example in examples:
+        for row in common.without_trees(example.items[0]):
+            first = row.turn_ids.count(-1)
+            assert row.ids[first:] in sampled[tuple(row.ids[:first])]
+    assert f"\n{len(examples)} examples, " in printed
 
 
 # --- lengths
 
-def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
-    write(tmp_path / "p.jsonl", read(workspace / "offline.jsonl")[:1])
-    call(4, *untrained(tmp_path / "p.jsonl", tmp_path / "a", "--pairs-together"))
-    pairs = read(tmp_path / "a" / "pairs.jsonl")
-    paths = [len(encode(tiny[1], pair["prompt"])) + len(pair[side]["ids"]) for pair in pairs
-             for side in ("chosen", "rejected")]
-    more = ["--pairs-together", "--candidates", tmp_path / "a" / "candidates.jsonl", "--max-length"]
-    call(4, *untrained(tmp_path / "p.jsonl", tmp_path / "b", *more, max(paths)))
-    same = [read(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in "ab"]
-    assert same[0] == same[1]
-    line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "c", *more, 5))
-    assert "p.jsonl: no examples to train on" in line and f"{len(pairs)} pairs are longer than --max-length 5" in line
-    turns = len(read(tmp_path / "a" / "candidates.jsonl"))
-    line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "d", "--max-new-tokens", 1))
-    assert f"0 pairs of {4 * turns} asked for" in line and f"{4 * turns} candidates stopped by" in line
-    line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "e", "--max-new-tokens", 2040))
-    assert "no turns to train on: their prompts leave no room for --max-new-tokens 2040" in line
+def test_pairs_of_a_turn_in_one_tree_train_like_pairs_apart(workspace, tmp_path, tiny):
+    """The same pairs in one batch: the same loss and gradient, with fewer tokens. What --max-length limits is a prompt
+    with one action, not the tree."""
+    path, apart, together = tmp_path / "p.jsonl", tmp_path / "apart", tmp_path / "together"
+    write(path, read(workspace / "offline.jsonl")[:1])
+    call(4, *untrained(path, apart, "--batch-size", 400))
+    longest = max(len(encode(tiny[1], pair["prompt"])) + len(pair[side]["ids"]) for pair in read(apart / "pairs.jsonl")
+                  for side in ("chosen", "rejected"))
+    call(4, *untrained(path, together, "--batch-size", 400, "--pairs-together", "--candidates",
+                       apart / "candidates.jsonl", "--max-length", longest))
+    assert (apart / "pairs.jsonl").read_bytes() == (together / "pairs.jsonl").read_bytes()
+    step_apart, step_together = (read(out / "metrics.jsonl")[0] for out in (apart, together))
+    for key in ("loss", "nll", "margin"):
+        assert step_together[key] == pytest.approx(step_apart[key], abs=1e-5)
+    assert step_together["gnorm"] == pytest.approx(step_apart["gnorm"], rel=1e-3)
+    assert step_together["tokens"] < 0.7 * step_apart["tokens"]
+
+
+@pytest.mark.parametrize("flag, number, message", [
+    ("--max-length", 5, r"p.jsonl: no examples to train on: .* [1-9]\d* pairs are longer than --max-length 5"),
+    ("--max-new-tokens", 1, r"0 pairs of (\d+) asked for .*, \1 candidates stopped by "),    # four of each in a turn
+    ("--max-new-tokens", 2040, "no turns to train on: their prompts leave no room for --max-new-tokens 2040")])
+def test_what_does_not_fit_is_one_line(workspace, tmp_path, flag, number, message):
+    path = write(tmp_path / "p.jsonl", read(workspace / "offline.jsonl")[:1])
+    assert re.search(message, refused(4, *untrained(path, tmp_path / "out", flag, number)))
 
 
 # --- likelihoods

@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
-from conftest import BASE, begin, ended, Partial, read, succeed
+from compare import assert_same_steps, greatest_difference
+from conftest import BASE, begin, call, ended, Partial, policy_flags, read, succeed
 from lib.runtime import new_store
 from processes import run_program
 
@@ -23,9 +23,7 @@ def files(out):
     found = {}
     for path in sorted(out.rglob("*")):
         name = str(path.relative_to(out))
-        if path.suffix == ".safetensors":
-            found[name] = {key: tensor.tolist() for key, tensor in load_file(path).items()}
-        elif name == "metrics.jsonl":
+        if name == "metrics.jsonl":
             found[name] = [{key: row[key] for key in row if key not in TIMES} for row in read(path)]
         else:
             found[name] = None if name == "args.json" or path.is_dir() else path.read_bytes()
@@ -89,18 +87,24 @@ def test_a_critic_whose_rank_is_killed(workspace, tmp_path):
 
 
 def test_a_policy_whose_ranks_are_killed(workspace, critic, tmp_path):
-    """When the local engine samples candidates, and when it trains."""
-    arguments = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE,
-                 "--critic", critic, "--data-frac", 0.03, "--num-candidates", 3, "--max-new-tokens", 40,
-                 "--concurrency", 2, "--pairs-per-turn", 1, "--batch-size", 4, "--max-steps", 4, "--save-every", 1,
-                 "--lr", 1e-4, "--out"]
-    succeed("04_train_policy.py", *arguments, tmp_path / "whole", ranks=2)
-    out = tmp_path / "out"
+    """When the local engine samples candidates, and when it trains. Two ranks sample, score (with a blind reference;
+    with adapters: test_lora.py) and train as one does."""
+    one, whole, out = (tmp_path / name for name in ("one", "whole", "out"))
+    arguments = policy_flags(workspace, "sweet", one, "--critic", critic, "--reference-sees-c", "no", "--data-frac",
+                             0.03, "--num-candidates", 3, "--max-new-tokens", 40, "--concurrency", 2, "--batch-size", 4,
+                             "--pairs-per-turn", 1, "--max-steps", 4, "--save-every", 1)
+    call(4, *arguments)
+    succeed("04_train_policy.py", *arguments, "--out", whole, ranks=2)
+    for row, other in zip(read(one / "scored.jsonl"), read(whole / "scored.jsonl"), strict=True):
+        assert row["candidates"] == other["candidates"]
+        assert row["advantages"] == pytest.approx(other["advantages"], abs=1e-5)
+    assert_same_steps(one, whole)
+    assert greatest_difference(one, whole) < 1e-4
     candidates = out / "candidates.jsonl"
-    printed = run_with_kills("04_train_policy.py", [*arguments, out], tmp_path,
+    printed = run_with_kills("04_train_policy.py", [*arguments, "--out", out], tmp_path,
                              (1, lambda: num_lines(Partial(candidates, 1, 2)) and not candidates.exists()),
                              (0, lambda: 2 <= num_lines(out / "metrics.jsonl") < 4))
-    assert "continues at step" in printed and files(out) == files(tmp_path / "whole")
+    assert "continues at step" in printed and files(out) == files(whole)
 
 
 @pytest.mark.parametrize("late", [0, 2])

@@ -102,12 +102,11 @@ def test_bad_input_of_the_package_is_one_line(tmp_path, capsys):
 class Streamer(http.server.BaseHTTPRequestHandler):
     """A server of OpenAI's protocol that streams. Its agent asks for the first fact that the task needs; then it gives
     the reference, or (second task) what passes no test, or (third task) it asks on."""
-    tasks, requests, lock = [], [], threading.Lock()
+    tasks, requests = [], []
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.lock:
-            self.requests.append(request)
+        self.requests.append(request)
         said = [message["content"] for message in request["messages"] if message["role"] != "system"]
         [number] = [number for number, task in enumerate(self.tasks) if task["problem_description"] == said[0]]
         content = next(fact["questions"][0] for fact in self.tasks[number]["facts"] if fact["matters"])
@@ -160,6 +159,17 @@ def execute(environment, words, **variables):
     return process.stdout
 
 
+def check_dialogue(messages, task, number, replies=None):
+    """[(role, content)] of the agent that asks once and answers or, in the third task (number 2), asks in each round.
+    replies: what the simulator may say, in place of what it knows of what was asked."""
+    roles, said = zip(*messages)
+    assert list(roles) == ["system", *["user", "assistant"] * (3 if number == 2 else 2)]
+    assert "3 rounds" in said[0] and said[1] == task["problem_description"]
+    replies = replies or next(fact["replies"] for fact in task["facts"] if fact["matters"])
+    assert said[3] in replies
+    assert number < 2 or said[5] in [f"{reply}\n(last round)" for reply in replies]
+
+
 @in_environments
 def test_verifiers_evaluates_it(tasks, streamer, tmp_path):
     Streamer.tasks, Streamer.requests = read(tasks), []
@@ -173,12 +183,7 @@ def test_verifiers_evaluates_it(tasks, streamer, tmp_path):
     assert not any(trace["errors"] for trace in traces.values())
     for number, task in enumerate(Streamer.tasks):
         messages = [node["message"] for node in traces[number]["nodes"]]
-        roles, said = ([message[key] for message in messages] for key in ("role", "content"))
-        assert roles == ["system", *["user", "assistant"] * (3 if number == 2 else 2)]
-        assert "3 rounds" in said[0] and said[1] == task["problem_description"]
-        replies = next(fact["replies"] for fact in task["facts"] if fact["matters"])
-        assert said[3] in replies                                   # what the human knows of what was asked
-        assert number < 2 or said[5] in [f"{reply}\n(last round)" for reply in replies]
+        check_dialogue([(message["role"], message["content"]) for message in messages], task, number)
     sent = json.dumps([request["messages"] for request in Streamer.requests])
     assert all(request["stream"] for request in Streamer.requests) and len(Streamer.requests) == 2 + 2 + 3
     assert not any(json.dumps(task["ground_truth"])[1:-1] in sent for task in Streamer.tasks)
@@ -191,17 +196,13 @@ def test_inspect_evaluates_it(tasks, tmp_path):
     """With its mock model, and both kinds of user simulators."""
     printed = execute("inspect", ["PYTHONPATH=.:examples", "python", "tests/inspect_model.py", tasks, tmp_path])
     samples = list(map(json.loads, printed.splitlines()))
-    rows = {task["problem_description"]: task for task in read(tasks)}
     assert len(samples) == 6
+    rows = read(tasks)
     for place, sample in enumerate(samples):
-        (_, system), (_, request), *turns = sample["messages"]
-        number = list(rows).index(request)
-        replies = next(fact["replies"] for fact in rows[request]["facts"] if fact["matters"])
-        replies = replies if place < 3 else ["As you like."]        # the simulator that is a model
-        assert sample["scores"] == {"reward": float(number == 0), "success": number == 0} and "3 rounds" in system
-        assert [role for role, _ in turns] == ["assistant", "user", "assistant"] + ["user", "assistant"] * (number == 2)
-        assert turns[1][1] in replies
-        assert number < 2 or turns[3][1] in [f"{reply}\n(last round)" for reply in replies]
+        messages = sample["messages"]
+        [number] = [number for number, task in enumerate(rows) if task["problem_description"] == messages[1][1]]
+        assert sample["scores"] == {"reward": float(number == 0), "success": number == 0}
+        check_dialogue(messages, rows[number], number, ["As you like."] if place >= 3 else None)    # of a model
 
 
 # --- TRL

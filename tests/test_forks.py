@@ -12,7 +12,7 @@ import torch
 import common
 from colbench import backend
 from compare import greatest_difference, logps_after, token_logps_after
-from conftest import BASE, call, dies, fork, read, refused, stage, succeed, turns, write
+from conftest import BASE, call, dies, fork, FUNCTION, read, refused, stage, succeed, turns, write
 from lib import training
 from lib.data import read_trajectories
 from lib.models import encode, Projection
@@ -24,10 +24,7 @@ SMALL = ["--data-frac", 0.25, "--num-candidates", 6, "--max-new-tokens", 60, "--
 @pytest.fixture(scope="module")
 def few(workspace, tmp_path_factory):
     """A file of 18 dialogues of six tasks, where one task's are equally good."""
-    rows = read(workspace / "offline.jsonl")
-    won, lost = ({row["task_id"] for row in rows if (row["reward"] == 1) == outcome} for outcome in (True, False))
-    tasks = [*sorted(won ^ lost)[:1], *sorted(won & lost)[:5]]
-    return write(tmp_path_factory.mktemp("few") / "few.jsonl", [row for row in rows if row["task_id"] in tasks])
+    return write(tmp_path_factory.mktemp("few") / "few.jsonl", read(workspace / "offline.jsonl")[12:30])
 
 
 def flags(few, out, *more):
@@ -71,8 +68,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights(runs, name, tmp_path, monkeyp
     words = [*words, "--save-every", "1", "--out", tmp_path / "out"]
     with dies(training.Loop, "update", calls=1):
         call(module, *words)
-    for made_before in ("score_turns", "score_actions"):
-        monkeypatch.delattr(common, made_before)
+    for owner, made_before in ((common, "score_turns"), (common, "score_actions"), (stage(4), "open_sampler")):
+        monkeypatch.delattr(owner, made_before)
     assert "continues at step 1" in call(module, *words) and greatest_difference(tmp_path / "out", whole) == 0
     kept = {"signed": "advantages.jsonl", "gain": "pairs.jsonl"}[name]
     assert read(tmp_path / "out" / kept) == read(whole / kept)
@@ -147,15 +144,6 @@ def test_each_token_has_the_advantage_of_its_turn_and_is_an_action():
     assert one.items == two.items == [[common.Row([5, 6, 7, 8, 9], [-1, 0, 1, -1, 2])]]
 
 
-def test_each_token_has_its_own_log_probability(tiny):
-    model, tokenizer = tiny
-    read_ids, action = encode(tokenizer, "<|user|>Can you help?<|assistant|>"), encode(tokenizer, "Which value?")
-    row = common.Row(read_ids + action, [-1] * len(read_ids) + [0] * len(action))
-    logps = common.Scorer(model)(common.collate([grpo.token_item([row])]))
-    expected = token_logps_after(tiny, "<|user|>Can you help?<|assistant|>", action)
-    torch.testing.assert_close(logps[0].double(), expected, atol=1e-5, rtol=0)
-
-
 def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path):
     """Dialogues of another agent, at another temperature or by --best-of are counted."""
     rows = read(few)
@@ -182,7 +170,6 @@ def test_scores_are_the_critics_advantage_of_each_turn(few, critic, runs, tiny):
     loaded = common.load_critic(common.read_critic(critic, None, backend), common.load_whole("cpu"))
     for row, advantages in zip(scored, common.score_turns(loaded, tiny[1], rows[:4], 16384, "cpu")):
         assert row["advantages"] == pytest.approx(advantages, abs=1e-5)
-    assert len({round(value, 6) for row in scored for value in row["advantages"]}) > len(scored)
 
 
 # --- distill
@@ -196,9 +183,8 @@ def test_divergences_against_float64():
         kls = distill.token_kls(head, hidden, head, teacher_hidden, direction)
         torch.testing.assert_close(kls.double(), (of.exp() * (of - against)).sum(-1), atol=1e-5, rtol=1e-5)
     two = Projection(torch.tensor([[2.1972246], [0.0]]), None)       # p = (.5, .5), q = (.9, .1): .5 log(.5 / .9) + …
-    states = torch.tensor([[0.0]]), torch.tensor([[1.0]])
     for direction, expected in (("reverse", .5108256), ("forward", .3680642)):
-        kl = distill.token_kls(two, states[0], two, states[1], direction)
+        kl = distill.token_kls(two, torch.tensor([[0.0]]), two, torch.tensor([[1.0]]), direction)
         assert kl.item() == pytest.approx(expected, abs=1e-6)
 
 
@@ -290,9 +276,8 @@ def test_by_outcome_answers_are_chosen_where_the_logged_answer_was_right(runs, f
         assert any(backend.MARKER in pair[side]["text"] for pair in pairs)
 
 
-def test_in_the_last_round_every_candidate_is_an_answer(workspace):
-    task = read(workspace / "offline.jsonl")[0]["task"]
-    candidates = [{"text": text, "ids": [1], "ended": True} for text in ("Which one?", backend.MARKER + "\nx")]
-    row = {"task": task, "prompt": "p", "history": [{"role": "user", "content": "?"}], "candidates": candidates}
+def test_in_the_last_round_every_candidate_is_an_answer():
+    row = {"task": FUNCTION, "prompt": "p", "history": turns("?"), "candidates": [
+        {"text": text, "ids": [1], "ended": True} for text in ("Which one?", f"{backend.MARKER}\nx")]}
     assert answers.answering_candidates({**row, "max_rounds": 2}) == [1]
     assert answers.answering_candidates({**row, "max_rounds": 1}) == [0, 1]                      # as 02 takes it

@@ -15,31 +15,22 @@ from colbench import backend
 from compare import assert_same_steps, furthest, set_weights, weights
 from conftest import BASE, call, dies, read, refused, succeed, write
 from lib import models
-from lib.models import adapter_parameters, load_model, load_tokenizer, lora_config, save_model, Sharding
+from lib.models import load_model, load_tokenizer, lora_config, save_model, Sharding
 from lib.runtime import InputError, start
-from lib.training import Checkpoints
+from lib.training import adamw, Checkpoints
 
-LORA = ["--lora", 4]
+LORA, DPO = ["--lora", 4], ["--method", "mtdpo"]
 AN_ITEM = [[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
 
 
-@pytest.fixture(scope="module")
-def few(data, tmp_path_factory):
-    """A file of dialogues of four tasks, in one of the 12 a success."""
-    return write(tmp_path_factory.mktemp("few") / "few.jsonl", read(data / "demos.jsonl")[:12])
+def flags(data, out, *more):
+    return ["--trajectories", data / "demos.jsonl", "--num-trajectories", 12, "--model", BASE, "--lr", 1e-2,
+            "--max-steps", 4, "--batch-size", 2, "--save-every", 2, "--nll-coef", 0, "--beta", 1, *LORA, "--out", out,
+            *more]
 
 
-def flags(few, out, *more):
-    return ["--trajectories", few, "--model", BASE, "--lr", 1e-2, "--max-steps", 4, "--batch-size", 2,
-            "--save-every", 2, "--nll-coef", 0, "--beta", 1, *LORA, "--out", out, *more]
-
-
-def policy_flags(few, out, *more):
-    return ["--method", "mtdpo", *flags(few, out, *more)]
-
-
-def points_of(few):
-    row = read(few)[0]
+def points_of(data):
+    row = read(data / "demos.jsonl")[0]
     return [common.DecisionPoint("<|user|>the fee<|end|><|assistant|>", row["task"], [], [[33, 780], [7, 8], [9, 10]],
                                  [])]
 
@@ -55,23 +46,23 @@ def values_of(model):
 
 
 @pytest.fixture(scope="module")
-def critic(few, tmp_path_factory):
+def critic(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("lora") / "critic"
-    call(3, *flags(few, out))
+    call(3, *flags(data, out))
     return out
 
 
 @pytest.fixture(scope="module")
-def policy(few, tmp_path_factory):
+def policy(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("lora") / "policy"
-    call(4, *policy_flags(few, out))
+    call(4, *DPO, *flags(data, out))
     return out
 
 
 @pytest.fixture(scope="module")
-def policy_of_two_ranks(few, tmp_path_factory):
+def policy_of_two_ranks(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("lora") / "two"
-    succeed("04_train_policy.py", *policy_flags(few, out), ranks=2)
+    succeed("04_train_policy.py", *DPO, *flags(data, out, "--activation-checkpointing"), ranks=2)
     return out
 
 
@@ -92,42 +83,37 @@ def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
         assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and steps[-1]["loss"] < 0.68
 
 
-def test_the_adapter_alone_is_trained_and_kept_in_states(few, tmp_path, monkeypatch):
+def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
     """In bfloat16: base weights in bfloat16, adapters and the optimiser's state in float32, two numbers for each."""
-    states = {}
-    original = Checkpoints.save
-
-    def look(checkpoints, step):
-        states.update(checkpoints.state(), parameters=dict(checkpoints.model.named_parameters()))
-        original(checkpoints, step)
-    monkeypatch.setattr(Checkpoints, "save", look)
-    call(3, *flags(few, tmp_path / "c", "--dtype", "bfloat16", "--max-steps", 1, "--head", "regression"))
-    trained = {name for name, parameter in states["parameters"].items() if parameter.requires_grad}
-    assert trained == set(states["model"]) and all(".lora_" in name or name.startswith("head.") for name in trained)
+    config = lora_config(str(BASE), 4, None, False)
+    scorer = common.load_scorer(str(BASE), start(0), Sharding("bfloat16"), config, has_head=True)
+    optimizer = adamw(scorer, 1e-2)
+    scorer(common.collate(AN_ITEM)).sum().backward()
+    optimizer.step()
+    state, parameters = Checkpoints(tmp_path, scorer, optimizer).state(), dict(scorer.named_parameters())
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    assert trained == set(state["model"]) and all(".lora_" in name or name.startswith("head.") for name in trained)
     assert len(trained) == 3 * 7 * 2 + 2
-    for name, parameter in states["parameters"].items():
+    for name, parameter in parameters.items():
         assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
-    assert set(states["optimizer"]["state"]) == trained
-    assert all(state["exp_avg"].dtype == torch.float32 for state in states["optimizer"]["state"].values())
+    assert set(state["optimizer"]["state"]) == trained
+    assert all(values["exp_avg"].dtype == torch.float32 for values in state["optimizer"]["state"].values())
 
 
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(few, tmp_path, critic):
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(data, tmp_path, critic):
     with dies(Checkpoints, "save", calls=1):                         # at the end
-        call(3, *flags(few, tmp_path / "killed"))
+        call(3, *flags(data, tmp_path / "killed"))
     with pytest.raises(InputError, match="its training is not finished"):
         load_tokenizer(tmp_path / "killed")
-    assert "continues at step 2\n" in call(3, *flags(few, tmp_path / "killed"))
+    assert "continues at step 2\n" in call(3, *flags(data, tmp_path / "killed"))
     killed, whole = adapter(tmp_path / "killed"), adapter(critic)
     assert len(whole) == 42 and all(torch.equal(killed[name], whole[name]) for name in whole)
     assert (tmp_path / "killed" / "adapter_config.json").read_text() == (critic / "adapter_config.json").read_text()
 
 
-def test_ranks_and_checkpointing_change_nothing_but_the_last_digits(few, tmp_path, policy, policy_of_two_ranks):
-    call(4, *policy_flags(few, tmp_path / "checkpointing", "--activation-checkpointing"))
-    for folder in (policy_of_two_ranks, tmp_path / "checkpointing"):
-        assert_same_steps(folder, policy)
-        assert furthest(adapter(folder), adapter(policy)) < 1e-3
-    assert largest_b(adapter(policy)) > 1e-2
+def test_ranks_and_checkpointing_change_nothing_but_the_last_digits(policy, policy_of_two_ranks):
+    assert_same_steps(policy_of_two_ranks, policy)
+    assert furthest(adapter(policy_of_two_ranks), adapter(policy)) < 1e-3 < 1e-2 < largest_b(adapter(policy))
 
 
 # --- the model without its adapter
@@ -145,15 +131,6 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
         for _ in range(2):                                          # on again, and off again
             assert (outputs_of(loaded.scorer) - expected).abs().max() > 1e-3
             assert torch.equal(outputs_of(loaded.ref_scorer), expected)
-
-
-def test_an_untrained_adapter_scores_every_candidate_0(few, tiny):
-    config = lora_config(str(BASE), 4, None, False)
-    scorer = common.load_scorer(str(BASE), start(0), Sharding(), config)
-    critic = common.Critic("", "", scorer=scorer, ref_scorer=models.without_adapter(scorer))
-    assert common.score_actions(critic, tiny[1], points_of(few), 4096, "cpu") == [[0.0, 0.0, 0.0]]
-    started = adapter_parameters(scorer.model)
-    assert {".lora_A." in name for name, tensor in started.items() if tensor.abs().max() > 0} == {True}
 
 
 # --- folders
@@ -209,9 +186,9 @@ def check_merged(merged, apart, atol):
     assert not (merged / "adapter_config.json").exists()
 
 
-def test_merged_is_the_float32_base_and_the_adapter(few, tmp_path, policy_of_two_ranks, policy, tiny):
+def test_merged_is_the_float32_base_and_the_adapter(data, tmp_path, policy_of_two_ranks, policy, tiny):
     """On two ranks, and from a model that is kept in bfloat16."""
-    succeed("04_train_policy.py", *policy_flags(few, tmp_path / "two", "--merge"), ranks=2)
+    succeed("04_train_policy.py", *DPO, *flags(data, tmp_path / "two", "--merge"), ranks=2)
     check_merged(tmp_path / "two", policy_of_two_ranks, 1e-5)
     assert not (tmp_path / "two" / "initial").exists()
     scorer = common.load_scorer(str(BASE), start(0), Sharding("bfloat16"), lora_config(str(BASE), 4, None, False))
@@ -233,9 +210,12 @@ def ids_sampled(data, out, agent, *more):
 
 def test_in_02_adapters_play_and_choose(data, critic, policy, tmp_path):
     """The agent's adapter plays, too: it says something else than its base. The critic prefers another message than the
-    first one, which a critic without its adapter, whose scores are all 0, sends as an agent without a critic does."""
-    first = ids_sampled(data, tmp_path / "first.jsonl", policy)
-    assert first != ids_sampled(data, tmp_path / "base.jsonl", BASE)
+    first one, which a critic without its adapter, whose scores are all 0, sends as an agent without a critic does. (And
+    an untrained critic chooses by what c makes likelier.)"""
+    first, base = (ids_sampled(data, tmp_path / f"{agent.name}.jsonl", agent) for agent in (policy, BASE))
+    untrained = ids_sampled(data, tmp_path / "untrained.jsonl", BASE, "--best-of", 2, "--critic", "untrained",
+                            "--reference-sees-c", "no")
+    assert len({json.dumps(ids) for ids in (first, base, untrained)}) == 3
     chosen = ids_sampled(data, tmp_path / "chosen.jsonl", policy, "--best-of", 2, "--critic", critic)
     assert chosen != first
     scaled(critic, 0, tmp_path / "critic")
@@ -243,11 +223,11 @@ def test_in_02_adapters_play_and_choose(data, critic, policy, tmp_path):
     assert without == first
 
 
-def test_04_takes_adapter_folders(few, critic, policy, tmp_path):
+def test_04_takes_adapter_folders(data, critic, policy, tmp_path):
     """04 scores by the critic on two ranks, trains from the adapter as a whole model, and says the same scores as one
     rank does."""
-    sweet = ["--method", "sweet", "--critic", critic, "--trajectories", few, "--data-frac", 0.01, "--num-candidates", 4,
-             "--max-new-tokens", 30, "--max-steps", 1, "--model", policy]
+    sweet = ["--method", "sweet", "--critic", critic, "--trajectories", data / "demos.jsonl", "--data-frac", 0.01,
+             "--num-candidates", 4, "--max-new-tokens", 30, "--max-steps", 1, "--model", policy]
     call(4, *sweet, "--out", tmp_path / "one")
     succeed("04_train_policy.py", *sweet, "--out", tmp_path / "two", ranks=2)
     one, two = ([value for row in read(tmp_path / name / "scored.jsonl") for value in row["advantages"]]
@@ -256,15 +236,14 @@ def test_04_takes_adapter_folders(few, critic, policy, tmp_path):
     assert (tmp_path / "one" / "model.safetensors").exists() and not (tmp_path / "one" / "initial").exists()
 
 
-@pytest.mark.parametrize("head", ["regression", "value"])
-def test_a_head_is_trained_beside_the_adapter(few, tmp_path, tiny, head):
+def test_a_head_is_trained_beside_the_adapter(data, tmp_path, tiny):
     out = tmp_path / "critic"
-    call(3, *flags(few, out, "--head", head))
+    call(3, *flags(data, out, "--head", "value"))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
     assert loaded.ref_scorer is None and loaded.scorer.head.weight.abs().max() > 1e-3
     assert largest_b(adapter(out)) > 1e-3
-    scores, = common.score_actions(loaded, tiny[1], points_of(few), 4096, "cpu")
+    scores, = common.score_actions(loaded, tiny[1], points_of(data), 4096, "cpu")
     assert len(set(scores)) == 3
 
 
@@ -280,22 +259,24 @@ def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tm
     shutil.copytree(BASE, tmp_path / "moved")
     assert load_model(str(tmp_path / "policy"), "cpu")[0] and common.read_critic(tmp_path / "critic", tiny[1], backend)
     set_weights(tmp_path / "moved", {name: tensor * 1.01 for name, tensor in weights(BASE).items()})
-    assert f"its reference {tmp_path / 'moved'} has other weights" in refused(2, *best)
+    assert refused(2, *best) == (
+        f"{tmp_path / 'critic'}: its reference {tmp_path / 'moved'} has other weights than when the critic was trained "
+        "from it; put them back, or train the critic again")
     assert "other weights than when the adapter was trained" in refused(2, *play, tmp_path / "policy")
     assert not (tmp_path / "x").exists()
 
 
-def test_bad_flags_are_one_line(few, policy, tmp_path, monkeypatch):
-    out, method = tmp_path / "x", ["--method", "sft", "--trajectories", few]
+def test_bad_flags_are_one_line(data, policy, tmp_path, monkeypatch):
+    out, method = tmp_path / "x", ["--method", "sft", "--trajectories", data / "demos.jsonl"]
     for flag in (["--lora-targets", "q_proj"], ["--merge"]):
         assert refused(4, *method, "--model", BASE, "--out", out, *flag) == f"{flag[0]} goes with --lora RANK"
     assert refused(4, *method, "--model", "tiny", "--out", out, *LORA).startswith("tiny: no model of this name")
     assert "--merge" in refused(4, *method, "--model", policy, "--out", out, *LORA)
     for targets in (["nothing"], ["q_proj", "nothing"], ["lm_head"], ["embed_tokens"]):
-        line = refused(3, *flags(few, out, "--lora-targets", *targets))
+        line = refused(3, *flags(data, out, "--lora-targets", *targets))
         assert line == f"--lora-targets {targets[-1]}: names no linear layer of the model"
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert refused(3, *flags(few, out)) == "LoRA adapters need peft: pip install peft"
+    assert refused(3, *flags(data, out)) == "LoRA adapters need peft: pip install peft"
     with pytest.raises(InputError, match="pip install peft"):
         load_model(str(policy), "cpu")
     assert not out.exists()

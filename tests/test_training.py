@@ -1,5 +1,6 @@
-"""Training on many ranks: shards, files, states, killed runs, chunks of logits, equal batches, pairs that share a
-prompt; the schedule."""
+"""Training on many ranks: shards, files, states, killed runs, chunks of logits, equal batches; the schedule; memory."""
+import functools
+import itertools
 import json
 import math
 import random
@@ -8,14 +9,18 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.profiler import profile, ProfilerActivity
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 from compare import assert_same_steps, furthest, greatest_difference, set_weights, weights
-from conftest import BASE, begin_ranks, call, ended, read, succeed
-from lib.models import load_model, Projection, save_model, Sharding, use_grouped_attention
+from conftest import BASE, begin, begin_ranks, call, ended, policy_flags, read, succeed
+from lib.memory import memory_plan, planned_model, PlannedStep
+from lib.models import add_adapter, import_peft, load_model, Projection, save_model, Sharding, use_grouped_attention
 from lib.runtime import InputError, Runtime, start
-from lib.training import epoch_batches, learning_rate, rank_batches
+from lib.training import adamw, epoch_batches, learning_rate, rank_batches
 
 WHOLE, HALF = Sharding(), Sharding(dtype="bfloat16")
 
@@ -29,69 +34,67 @@ def load(folder, runtime, sharding=WHOLE):
     return common.load_scorer(str(folder), runtime, sharding)
 
 
+def load_whole(folder):
+    return common.Scorer(load_model(str(folder), "cpu")[0])
+
+
+def refused_by_all(folder, runtime, message):
+    """No way to load a folder takes it."""
+    for load_folder in (load_whole, functools.partial(load, runtime=runtime)):
+        with pytest.raises(InputError, match=message):
+            load_folder(folder)
+
+
 def flags(workspace, out, *more):
-    return ["--method", "mtdpo", "--trajectories", workspace / "offline.jsonl", "--num-trajectories", 36,
-            "--model", BASE, "--lr", 1e-4, "--batch-size", 4, "--max-steps", 8, "--save-every", 1, "--out", out, *more]
+    return policy_flags(workspace, "mtdpo", out, "--num-trajectories", 36, "--nll-coef", 0, "--batch-size", 4,
+                        "--max-steps", 8, "--save-every", 1, *more)
 
 
 def a_batch(tokenizer):
-    rng = random.Random(0)
-    prompts = ["<|user|>Can you help?<|assistant|>", "<|user|>Please write a function.<|assistant|>"]
-    return common.collate([common.actions_item(tokenizer, prompt,
-                                                 [[rng.randrange(4, 700) for _ in range(n)] for n in (3, 7, 5)])
-                           for prompt in prompts])
+    rng, items = random.Random(0), []
+    for prompt in ("<|user|>Can you help?<|assistant|>", "<|user|>Please write a function.<|assistant|>"):
+        actions = [[rng.randrange(4, 700) for _ in range(length)] for length in (3, 7, 5)]
+        items.append(common.actions_item(tokenizer, prompt, actions))
+    return common.collate(items)
 
 
 # --- shards and files
 
-def test_a_loaded_scorer_is_the_model(runtime, tiny):
-    model, tokenizer = tiny
-    whole, batch = common.Scorer(model), a_batch(tokenizer)
-    scorer = load(BASE, runtime)
-    values = scorer(batch)
-    assert torch.equal(values, whole(batch))
-    values.sum().backward()
-    model.zero_grad()
-    whole(batch).sum().backward()
-    for (name, ours), theirs in zip(scorer.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad), name
-    model.zero_grad()
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_loaded_scorer_is_the_model(runtime, tiny, tmp_path, prefix):
+    """Values and gradients, also where the files name the tensors of the decoder alone."""
+    save_model(tmp_path, *tiny)
+    set_weights(tmp_path, {name.replace("model.", prefix, 1): tensor for name, tensor in weights(tmp_path).items()})
+    results = []
+    for scorer in (load(tmp_path, runtime), common.Scorer(tiny[0])):
+        values = scorer(a_batch(tiny[1]))
+        results.append([values, *torch.autograd.grad(values.sum(), list(scorer.parameters()))])
+    assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
 
 
 def test_half_precision_files_are_read_into_float32(runtime, tiny, tmp_path):
-    half, tokenizer = load_model(str(BASE), "cpu", "bfloat16")[0], tiny[1]
-    save_model(tmp_path / "half", half, tokenizer)
+    half = load_model(str(BASE), "cpu", "bfloat16")[0]
+    save_model(tmp_path / "half", half, tiny[1])
     loaded = load(tmp_path / "half", runtime)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
-    save_model(tmp_path / "saved", loaded.model, tokenizer)
-    for name, tensor in weights(tmp_path / "saved").items():
-        assert torch.equal(tensor, half.state_dict()[name].float())
-
-
-def test_weights_of_other_names_are_read(runtime, tiny, tmp_path):
-    model, tokenizer = tiny
-    save_model(tmp_path, model, tokenizer)
-    set_weights(tmp_path, {name.removeprefix("model."): tensor for name, tensor in weights(tmp_path).items()})
-    loaded = load(tmp_path, runtime)
-    assert torch.equal(loaded(a_batch(tokenizer)), common.Scorer(model)(a_batch(tokenizer)))
+    save_model(tmp_path / "saved", loaded.model, tiny[1])
+    assert furthest(weights(tmp_path / "saved"), {n: t.float() for n, t in weights(tmp_path / "half").items()}) == 0
 
 
 @pytest.mark.parametrize("sharding", [WHOLE, HALF], ids=["whole", "split"])
 def test_a_head_of_its_own_stays_although_the_config_ties_it(runtime, tiny, tmp_path, sharding):
     """Every way to load the folder has its logits, and so has what is saved."""
-    model, tokenizer = tiny
-    save_model(tmp_path / "model", model, tokenizer)
-    tensors = weights(tmp_path / "model")
+    save_model(tmp_path / "model", *tiny)
+    tensors, batch = weights(tmp_path / "model"), a_batch(tiny[1])
     torch.manual_seed(0)
     tensors["lm_head.weight"] = torch.randn(tensors["model.embed_tokens.weight"].shape) / 10
     set_weights(tmp_path / "model", tensors)
-    whole, loaded = load_model(str(tmp_path / "model"), "cpu")[0], load(tmp_path / "model", runtime, sharding)
-    save_model(tmp_path / "saved", loaded.model, tokenizer)
+    loaded, expected = load(tmp_path / "model", runtime, sharding), load_whole(tmp_path / "model")(batch)
+    save_model(tmp_path / "saved", loaded.model, tiny[1])
     assert torch.equal(weights(tmp_path / "saved")["lm_head.weight"], tensors["lm_head.weight"])
-    saved, batch = load_model(str(tmp_path / "saved"), "cpu")[0], a_batch(tokenizer)
-    assert torch.equal(common.Scorer(saved)(batch), common.Scorer(whole)(batch))
-    assert (common.Scorer(saved)(batch) - common.Scorer(model)(batch)).abs().max() > 1
-    torch.testing.assert_close(loaded(batch), common.Scorer(whole)(batch), atol=0.5 if sharding is HALF else 0, rtol=0)
+    assert torch.equal(load_whole(tmp_path / "saved")(batch), expected)
+    assert (expected - common.Scorer(tiny[0])(batch)).abs().max() > 1
+    torch.testing.assert_close(loaded(batch), expected, atol=0.5 if sharding is HALF else 0, rtol=0)
 
 
 def test_a_tensor_that_the_files_lack_is_one_line(runtime, tiny, tmp_path):
@@ -99,49 +102,48 @@ def test_a_tensor_that_the_files_lack_is_one_line(runtime, tiny, tmp_path):
     save_model(tmp_path, *tiny)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    for read_folder in (lambda: load(tmp_path, runtime), lambda: load_model(str(tmp_path), "cpu")):
-        with pytest.raises(InputError, match="its files lack lm_head.weight"):
-            read_folder()
+    refused_by_all(tmp_path, runtime, "its files lack lm_head.weight")
+
+
+def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(runtime, tmp_path):
+    """A special token that no chat has, as Gemma 3's for images, may have no place."""
+    model, tokenizer = load_model(str(BASE), "cpu")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    save_model(tmp_path, model, tokenizer)
+    assert load_whole(tmp_path) and load(tmp_path, runtime)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(tmp_path)
+    refused_by_all(tmp_path, runtime, "its tokenizer has 783 tokens, and its embeddings 781")
+    model.resize_token_embeddings(800)
+    save_model(tmp_path, model, tokenizer)
+    assert load_whole(tmp_path) and load(tmp_path, runtime)
 
 
 # --- the logits
 
-def test_logits_in_chunks_are_the_logits_whole(tiny, monkeypatch):
-    """Against float64 and the plain way, values and gradients; no tensor of all logits is made."""
-    torch.manual_seed(0)
-    head, hidden = torch.nn.Linear(16, 300, bias=False), torch.randn(50, 16, requires_grad=True)
-    ids = torch.randint(0, 300, (50,))
-    expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
-    expected_gradient, = torch.autograd.grad(expected.sum(), hidden)
-    sizes, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr(common.F, "linear", lambda hidden, *rest: sizes.append(len(hidden)) or linear(hidden, *rest))
-    for limit, largest in ((2 ** 26, 50), (300 * 7, 7)):
-        monkeypatch.setattr(common, "MAX_LOGITS", limit)
-        sizes.clear()
-        logps = common.token_logps(Projection(head.weight), hidden, ids)
-        gradient, = torch.autograd.grad(logps.sum(), hidden)
-        torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=0)
-        torch.testing.assert_close(gradient.double(), expected_gradient.double(), atol=1e-5, rtol=0)
-        assert max(sizes) == largest
-    assert sum(sizes) == 100                                        # forward, and again in the backward pass
-
-
-def test_slopes_that_are_kept_on_a_gpu_are_the_gradients(monkeypatch):
-    """models.RowValues, with a CPU in the place of the GPU: weights, bias, scale and cap, in parts."""
+def test_log_probabilities_in_parts_are_those_of_all_logits(monkeypatch):
+    """With bias, scale and cap, values and gradients. No tensor of all logits is made: their chunks are made again in
+    the backward pass or, on a GPU, their slopes are kept (models.RowValues, here on a CPU)."""
     torch.manual_seed(0)
     ids, factors = torch.randint(0, 300, (50,)), torch.randn(50)
-    values = [torch.randn(50, 16).double(), torch.randn(300, 16).double(), torch.randn(300).double()]
-
-    def logps_and_gradients(is_fast):
-        monkeypatch.setattr(common.models, "has_fast_bfloat16", lambda *tensors: is_fast)
-        hidden, weight, bias = [value.clone().requires_grad_() for value in values]
+    values = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((50, 16), (300, 16), (300,))]
+    hidden, weight, bias = values
+    logits = 20 * torch.tanh((hidden @ weight.T + bias) * 1.3 / 20)
+    expected = torch.log_softmax(logits, -1)[range(50), ids]
+    expected_gradients = torch.autograd.grad((expected * factors).sum(), values)
+    sizes, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(common.models, "float_sums", lambda hidden, *rest: sizes.append(len(hidden)) or linear(
+        hidden, *rest))
+    for is_fast, limit, largest, num_rows in (
+            (False, 2 ** 26, 50, 50), (False, 300 * 7, 7, 100), (True, 300 * 7, 7, 50)):
+        monkeypatch.setattr(common.models, "has_fast_bfloat16", lambda *tensors, is_fast=is_fast: is_fast)
+        monkeypatch.setattr(common, "MAX_LOGITS", limit)
+        sizes.clear()
         logps = common.token_logps(Projection(weight, bias, 1.3, 20.0), hidden, ids)
-        (logps * factors).sum().backward()
-        return logps, hidden.grad, weight.grad, bias.grad
-    monkeypatch.setattr(common.models, "float_sums", torch.nn.functional.linear)
-    monkeypatch.setattr(common, "MAX_LOGITS", 300 * 7)
-    for found, expected in zip(logps_and_gradients(True), logps_and_gradients(False)):
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(logps, expected)
+        for found in zip(torch.autograd.grad((logps * factors).sum(), values), expected_gradients):
+            torch.testing.assert_close(*found)
+        assert max(sizes) == largest and sum(sizes) == num_rows
 
 
 def test_grouped_queries_see_the_same_without_copies(tiny):
@@ -174,22 +176,61 @@ def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
     """The same values as the whole model's, and as float32 arithmetic on its last hidden states."""
     scorer = load(BASE, runtime, HALF)
     whole, batch = load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
-    values, whole_values = scorer(batch), common.Scorer(whole)(batch)
-    torch.testing.assert_close(values, whole_values, atol=0.05, rtol=0)
+    values = scorer(batch)
     projection = Projection(whole.get_output_embeddings().weight.float())
     expected = common.action_logps(projection, common.hidden_states(whole, batch).float(), batch)
-    torch.testing.assert_close(whole_values, expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(common.Scorer(whole)(batch), expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(values, expected, atol=0.05, rtol=0)
     values.sum().backward()
     assert hasattr(scorer, "reshard") and all(p.grad.dtype == torch.float32 for p in scorer.parameters())
 
 
 # --- memory
 
-@pytest.mark.parametrize("case", ["8 bfloat16 1 2 80 2 0", "1 float32 0 2 500 1 1", "8 bfloat16 1 2 80 2 0 8"])
-def test_the_memory_plan_is_what_a_step_takes(case):
-    """Arguments of memory.py: 8 ranks, checkpointing, two micro-batches; one rank, trees; LoRA."""
-    found = json.loads(succeed("tests/memory.py", *case.split()))
-    assert 0.98 < found["plan"] / found["measured"] < 1.15
+def print_memory(planned, rank, _):
+    """Print the bytes that memory_plan says of a step (PlannedStep; rank: of an adapter), and those that torch's CPU
+    allocator held at most in a real one by FSDP2: for one rank of a group whose other ranks are not there (their
+    collectives do nothing)."""
+    common.models.has_fast_bfloat16 = lambda *tensors: False         # what is measured is on the CPU
+    config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=8,
+                         num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
+    if rank:
+        planned = planned._replace(lora=import_peft().LoraConfig(r=rank, target_modules="all-linear"))
+    plan = memory_plan(planned_model(config, planned), planned, common.token_logps)["total"]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=planned.world_size)
+
+    def step(width):
+        half = width // 2
+        row = common.Row(list(range(width)), [-1] * half + [0] * (width - half), half if planned.tree else None)
+        for _ in range(1 + planned.accumulates):
+            scorer(common.collate([[row]] * planned.num_rows)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model = LlamaForCausalLM(config)
+        if rank:
+            add_adapter(model.to(getattr(torch, planned.sharding.dtype)), planned.lora)
+        run = Runtime(0, planned.world_size, torch.device("cpu"))
+        scorer = common.shard_scorer(model, run, planned.sharding)
+        optimizer = adamw(scorer.train(), 1e-4)
+        step(8)                                                     # makes the optimiser's state
+        step(planned.row_tokens)
+    events = sorted((event.start_ns(), event.nbytes()) for event in profiler.profiler.kineto_results.events()
+                    if event.name() == "[memory]")
+    print(json.dumps([plan, max(itertools.accumulate(size for _, size in events))]))
+
+
+@pytest.mark.parametrize("planned, rank", [
+    (PlannedStep(8, Sharding("bfloat16", True), 2, 80, True, False, None), 0),
+    (PlannedStep(1, Sharding(), 2, 500, False, True, None), 0),
+    (PlannedStep(8, Sharding("bfloat16", True), 2, 80, True, False, None), 8)], ids=["split", "trees", "adapter"])
+def test_the_memory_plan_is_what_a_step_takes(planned, rank, tmp_path):
+    process = begin("step", folder=tmp_path, run=functools.partial(print_memory, planned, rank))
+    assert ended(process) == 0, (tmp_path / "0.err").read_text()
+    plan, measured = json.loads((tmp_path / "0.out").read_text())
+    assert 0.98 < plan / measured < 1.15
 
 
 def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path):
@@ -204,22 +245,6 @@ def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path):
         # 4 bytes of each parameter, and of 3 layers x keys and values x 4 heads x 32
         assert ("sampling: 0.003 GB of weights" in printed and "0.003 MB for each token" in printed) == (number == 4)
     assert not (tmp_path / "x").exists()
-
-
-def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(runtime, tmp_path):
-    """A special token that no chat has, as Gemma 3's for images, may have no place."""
-    model, tokenizer = load_model(str(BASE), "cpu")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    save_model(tmp_path, model, tokenizer)
-    assert load_model(str(tmp_path), "cpu") and load(tmp_path, runtime)
-    tokenizer.add_tokens(["<think>"])
-    tokenizer.save_pretrained(tmp_path)
-    for read_folder in (lambda: load(tmp_path, runtime), lambda: load_model(str(tmp_path), "cpu")):
-        with pytest.raises(InputError, match="its tokenizer has 783 tokens, and its embeddings 781"):
-            read_folder()
-    model.resize_token_embeddings(800)
-    save_model(tmp_path, model, tokenizer)
-    assert load_model(str(tmp_path), "cpu") and load(tmp_path, runtime)
 
 
 # --- batches, schedule
@@ -254,31 +279,7 @@ def test_every_rank_makes_as_many_passes_over_the_same_batch():
         assert sorted(counted) == sorted(batch)
 
 
-def test_pairs_of_a_turn_in_one_tree_train_like_pairs_apart(workspace, tmp_path):
-    """The same pairs in one batch: the same loss and gradient, with fewer tokens."""
-    apart, together, candidates = tmp_path / "apart", tmp_path / "together", tmp_path / "apart" / "candidates.jsonl"
-    for out, more in ((apart, []), (together, ["--pairs-together", "--candidates", candidates])):
-        call(4, "--method", "sweet", "--critic", "untrained", "--trajectories", workspace / "offline.jsonl", "--model",
-             BASE, "--data-frac", 0.02, "--num-candidates", 8, "--max-new-tokens", 80, "--max-steps", 1,
-             "--batch-size", 400, *more, "--out", out)
-    step_apart, step_together = (read(out / "metrics.jsonl")[0] for out in (apart, together))
-    for key in ("loss", "nll", "margin"):
-        assert step_together[key] == pytest.approx(step_apart[key], abs=1e-5)
-    assert step_together["gnorm"] == pytest.approx(step_apart["gnorm"], rel=1e-3)
-    tokens = [json.loads((out / "args.json").read_text())["costs"]["trained_tokens"] for out in (apart, together)]
-    assert tokens[1] < 0.7 * tokens[0]
-    assert (apart / "pairs.jsonl").read_bytes() == (together / "pairs.jsonl").read_bytes()
-
-
 # --- many ranks, and runs that were killed
-
-@pytest.fixture(scope="module")
-def two_steps(workspace, tmp_path_factory):
-    """The folder of two steps on one rank in float32, without the likelihood of the chosen side."""
-    out = tmp_path_factory.mktemp("two_steps") / "policy"
-    call(4, *flags(workspace, out, "--max-steps", 2, "--nll-coef", 0))
-    return out
-
 
 @pytest.fixture(scope="module")
 def whole(workspace, tmp_path_factory):
@@ -288,56 +289,39 @@ def whole(workspace, tmp_path_factory):
     return out
 
 
-def test_the_world_size_changes_nothing_but_the_last_digits(workspace, two_steps, tmp_path):
-    two = ["--max-steps", 2, "--nll-coef", 0]
-    succeed("04_train_policy.py", *flags(workspace, tmp_path / "ranks", *two), ranks=2)
-    call(4, *flags(workspace, tmp_path / "checkpointing", *two, "--activation-checkpointing"))
-    for name in ("ranks", "checkpointing"):
-        assert_same_steps(tmp_path / name, two_steps)
-        assert greatest_difference(tmp_path / name, two_steps) < 1e-4
-
-
-def test_bfloat16_learns_like_float32(workspace, two_steps, tmp_path):
-    call(4, *flags(workspace, tmp_path / "bfloat16", "--dtype", "bfloat16", "--nll-coef", 0, "--max-steps", 2))
-    half, full = (read(folder / "metrics.jsonl") for folder in (tmp_path / "bfloat16", two_steps))
+def test_bfloat16_learns_like_float32(workspace, whole, tmp_path):
+    """In two steps, whose rates are those of the first two of eight."""
+    call(4, *flags(workspace, tmp_path / "bfloat16", "--dtype", "bfloat16", "--max-steps", 2))
+    half, full = (read(folder / "metrics.jsonl")[:2] for folder in (tmp_path / "bfloat16", whole))
     # The reference's values come from another batch, and bfloat16 rounds differently there on some processors.
     assert full[0]["loss"] == pytest.approx(0.693147, abs=1e-5) and half[0]["loss"] == pytest.approx(0.6931, abs=5e-3)
-    assert half[0]["acc"] == full[0]["acc"] == 0.5 and abs(half[-1]["loss"] - full[-1]["loss"]) < 0.1
-    assert half[-1]["gnorm"] == pytest.approx(full[-1]["gnorm"], rel=0.2)
+    assert half[0]["acc"] == full[0]["acc"] == 0.5 and abs(half[1]["loss"] - full[1]["loss"]) < 0.1
+    assert half[1]["gnorm"] == pytest.approx(full[1]["gnorm"], rel=0.2)
     trained = weights(tmp_path / "bfloat16")
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in trained.values())
     assert furthest(trained, weights(BASE)) > 1e-5
 
 
-def kill_after_a_state(workspace, out, folder, steps=1, ranks=1, pause_s=0.0):
-    """Starts 04 in `out`, and kills it a moment after its states have gone on by so many steps."""
-    def last_state():
-        return max((int(path.parent.name) for path in out.glob("states/*/.metadata")), default=0)
-    wanted, began = last_state() + steps, time.monotonic()
-    processes = begin_ranks(ranks, "04_train_policy.py", *flags(workspace, out), folder=folder)
-    while time.monotonic() - began < 90 and last_state() < wanted:
+@pytest.mark.parametrize("ranks, steps, more", [(1, 1, []), (2, 3, ["--activation-checkpointing"])])
+def test_kill_9_at_a_random_moment(workspace, whole, tmp_path, ranks, steps, more):
+    """After some steps; then one rank goes on. On one rank it ends with the weights of a run that was not killed, bit
+    for bit. Nor does checkpointing change more than the last digits."""
+    out, began = tmp_path / "killed", time.monotonic()
+
+    def states():
+        return sorted(int(path.parent.name) for path in out.glob("states/*/.metadata"))
+    processes = begin_ranks(ranks, "04_train_policy.py", *flags(workspace, out, *more), folder=tmp_path)
+    while time.monotonic() - began < 90 and max(states(), default=0) < steps:
         time.sleep(0.005)
-    time.sleep(pause_s)
+    time.sleep(random.random() * 0.05)
     for process in processes:
         process.kill()
     assert [ended(process) for process in processes] == [-signal.SIGKILL] * ranks, "it had ended before"
-
-
-def test_kill_9_at_random_moments(workspace, whole, tmp_path):
-    """A run killed at random moments ends with the weights of one that was not, bit for bit on one rank."""
-    rng, out = random.Random(0), tmp_path / "killed"
-    for _ in range(2):
-        kill_after_a_state(workspace, out, tmp_path, pause_s=rng.random() * 0.05)
-    assert "continues at step" in succeed("04_train_policy.py", *flags(workspace, out))
-    assert greatest_difference(out, whole) == 0
-    assert [row["step"] for row in read(out / "metrics.jsonl")] == list(range(1, 9))
+    assert min(steps, 2) <= len(states()) <= 3                      # the last two, and one that was about to be removed
+    assert "continues at step" in succeed("04_train_policy.py", *flags(workspace, out, *more))
+    assert greatest_difference(out, whole) <= (0 if ranks == 1 else 1e-4)
+    assert_same_steps(out, whole)
+    rows = read(out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert all(one["seconds"] < two["seconds"] for one, two in zip(rows, rows[1:]))
     assert not (out / "states").exists() and (out / "COMPLETED").exists()
-
-
-def test_a_state_of_two_ranks_goes_on_with_one(workspace, whole, tmp_path):
-    out = tmp_path / "moved"
-    kill_after_a_state(workspace, out, tmp_path, steps=3, ranks=2)
-    kept = sorted(int(path.parent.name) for path in (out / "states").glob("*/.metadata"))
-    assert 2 <= len(kept) <= 3                                      # the last two, and one that was about to be removed
-    assert "continues at step" in succeed("04_train_policy.py", *flags(workspace, out))
-    assert greatest_difference(out, whole) < 1e-4
