@@ -29,12 +29,12 @@ def ids_of(tokenizer, *tokens):
 # --- tokens
 
 def test_a_system_prompt_may_be_empty(tiny, tmp_path, capsys):
-    """A model's folder keeps the one that most trajectories have."""
+    """A model's folder keeps the one that most trajectories have (and with what arguments: test_prompts.py)."""
     rows = [{"task": TASK, "dialogue_history": HISTORY, **more} for more in ({"system_prompt": ""}, {})]
     assert common.shown_system(rows[0]) == "" and common.shown_system(rows[1]) == common.our_system(rows[1]) != ""
     common.note_prompt(tmp_path, [rows[1], rows[0], rows[0]])
     assert common.read_json(tmp_path / "agent.json", common.AGENT) == {"system_prompt": "", "chat_template_args": {}}
-    assert "1 of 3 trajectories have another system prompt, or other" in capsys.readouterr().out
+    capsys.readouterr()
     common.check_prompt(str(tmp_path), tiny[1], "Other", {})        # this template shows none, so nothing differs
     assert capsys.readouterr().out == ""
 
@@ -50,34 +50,23 @@ def test_every_text_survives_the_tiny_tokenizer(tiny):
         assert ids_of(tokenizer, "▁12▁")[0] in encode(tokenizer, text)
 
 
-def turns_of_two(tokenizer):
-    """Two agent turns with literal prompts, the second prompt an extension of the first."""
-    first = f"{U}the fee{E}{A}"
-    actions = [ids_of(tokenizer, "▁What▁", "?", E), ids_of(tokenizer, "▁Thanks▁", E)]
-    second = f"{first}{tokenizer.decode(actions[0])}{U}the price{E}{A}"
-    return [(first, actions[0]), (second, actions[1])]
-
-
 def test_rows_of_a_trajectory_as_literal_arrays(tiny):
+    """Two agent turns, the second prompt an extension of the first; c stands in front, and is no action."""
     _, tokenizer = tiny
-    (row,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer))
+    first, actions = f"{U}the fee{E}{A}", [ids_of(tokenizer, "▁What▁", "?", E), ids_of(tokenizer, "▁Thanks▁", E)]
+    turns = list(zip((first, f"{first}{tokenizer.decode(actions[0])}{U}the price{E}{A}"), actions))
+    (row,) = common.rows_of_trajectory(tokenizer, turns)
     assert row.ids == ids_of(tokenizer, U, "▁the▁", "▁fee▁", E, A, "▁What▁", "?", E, U, "▁the▁", "▁price▁", E, A,
                              "▁Thanks▁", E)
     assert row.turn_ids == [-1, -1, -1, -1, -1, 0, 0, 0, -1, -1, -1, -1, -1, 1, 1]
     assert row.prompt_length is None
-    (first, a), (_, b) = turns_of_two(tokenizer)                   # a template that does not append: a row a turn
-    rows = common.rows_of_trajectory(tokenizer, [(first, a), (f"{U}the price{E}{A}", b)])
+    (with_c,) = common.rows_of_trajectory(tokenizer, turns, {**TASK, "ground_truth": "def f(x):\n    return {}"})
+    num_new = len(with_c.ids) - len(row.ids)
+    assert "def f(x):\n    return {}" in tokenizer.decode(with_c.ids[:num_new])
+    assert with_c.ids[num_new:] == row.ids and with_c.turn_ids == [-1] * num_new + row.turn_ids
+    turns[1] = f"{U}the price{E}{A}", actions[1]                   # a template that does not append: a row a turn
+    rows = common.rows_of_trajectory(tokenizer, turns)
     assert [row.turn_ids for row in rows] == [[-1, -1, -1, -1, -1, 0, 0, 0], [-1, -1, -1, -1, -1, 1, 1]]
-
-
-def test_no_token_of_c_is_an_action(tiny):
-    _, tokenizer = tiny
-    (row,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer),
-                                       {**TASK, "ground_truth": "def f(x):\n    return {}"})
-    assert "def f(x):\n    return {}" in tokenizer.decode(row.ids)
-    (plain,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer))
-    assert row.ids[-len(plain.ids):] == plain.ids and row.turn_ids[-len(plain.ids):] == plain.turn_ids
-    assert set(row.turn_ids[:-len(plain.ids)]) == {-1}
 
 
 def test_candidate_tree_as_literal_arrays(tiny):
@@ -120,21 +109,15 @@ def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny
     torch.testing.assert_close(common.Scorer(tiny[0])(batch), expected)
 
 
-def test_action_logps_against_a_plain_softmax_alone_and_padded(tiny):
-    """(Trees against rows, and gradients: test_families.py.)"""
-    model, tokenizer = tiny
-    scorer = common.Scorer(model)
-    told = [(f"{U}the fee{E}{A}", ids_of(tokenizer, "▁What▁", "?", E)), (f"{U}12{E}{A}", ids_of(tokenizer, "▁8▁", E)),
-            (f"{U}the price of the fee{E}{A}", ids_of(tokenizer, "▁Thanks▁", "▁the▁", "▁fee▁", E))]
-    items = [common.rows_of_trajectory(tokenizer, [turn]) for turn in told]
-    expected = torch.stack([token_logps_after(tiny, *turn).sum() for turn in told])[:, None]
-    with torch.no_grad():
-        together = scorer(common.collate(items))
-        alone = torch.cat([scorer(common.collate([item])) for item in items])
-    torch.testing.assert_close(alone.double(), expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
-    listed = common.action_outputs(scorer, items, 20, "cpu")
-    torch.testing.assert_close(torch.stack(listed), alone, atol=1e-4, rtol=0)
+def test_action_logps_in_batches_against_a_plain_softmax(tiny):
+    """(Padded, in trees, and gradients: test_families.py.)"""
+    tokenizer = tiny[1]
+    turns = [(f"{U}the fee{E}{A}", ids_of(tokenizer, "▁What▁", "?", E)), (f"{U}12{E}{A}", ids_of(tokenizer, "▁8▁", E)),
+             (f"{U}the price of the fee{E}{A}", ids_of(tokenizer, "▁Thanks▁", "▁the▁", "▁fee▁", E))]
+    items = [common.rows_of_trajectory(tokenizer, [turn]) for turn in turns]
+    expected = torch.stack([token_logps_after(tiny, *turn).sum() for turn in turns])
+    found = torch.cat(common.action_outputs(common.Scorer(tiny[0]), items, 20, "cpu"))
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
 
 
 # --- dialogue
@@ -181,26 +164,23 @@ def test_the_system_prompt_is_read_from_the_logged_prompt(change, system):
 
 # --- pairs
 
+def rewarded(task, **rewards):
+    """Dialogues of tasks by name, whose rewards are given."""
+    return [{"task_id": name, "task": task, "reward": reward} for name, own in rewards.items() for reward in own]
+
+
 def test_trajectory_pairs_by_hand(monkeypatch):
-    rewards = {"t1": [1, 0, 0.5], "t2": [0, 0.9], "t3": [1, 1], "t4": [0.2, 1, 1, 0.4, 0.6]}
-    trajectories = [{"task_id": name, "task": TASK, "reward": reward} for name, own in rewards.items()
-                    for reward in own]
-    assert common.trajectory_pairs(trajectories, "x") == [(0, 1), (0, 2), (8, 7), (9, 10), (8, 11)]
-    frontend = [{"task_id": name, "task": PAGE, "reward": r} for name, r in zip("aaab", (0.5, 0.58, 0.65, 0.1))]
-    assert common.trajectory_pairs(frontend, "x") == [(2, 0)]
-    monkeypatch.setattr("colbench.frontend.MIN_RETURN_GAP", 0.05)
-    assert common.trajectory_pairs(frontend, "x") == [(1, 0), (2, 0), (2, 1)]
-
-
-def test_gaps_are_compared_but_for_rounding(monkeypatch):
-    for high, low in ((.3, .2), (.7, .6), (.8, .7), (.9, .8), (.95, .85), (1., .9)):
-        pair = [{"task_id": "a", "task": PAGE, "reward": r} for r in (low, high)]
-        assert common.trajectory_pairs(pair, "x") == [(1, 0)]
-    assert .3 - .2 < .1 and .7 - .6 < .1                            # as floats: what is compared is not these
-    near = [{"task_id": "a", "task": PAGE, "reward": r} for r in (.2, .2999, .2)]
+    functions = rewarded(TASK, t1=[1, 0, 0.5], t2=[0, 0.9], t3=[1, 1], t4=[0.2, 1, 1, 0.4, 0.6])
+    assert common.trajectory_pairs(functions, "x") == [(0, 1), (0, 2), (8, 7), (9, 10), (8, 11)]
+    pages, near = rewarded(PAGE, a=[0.5, 0.58, 0.65], b=[0.1]), rewarded(PAGE, a=[.2, .2999, .2])
+    assert common.trajectory_pairs(pages, "x") == [(2, 0)]
+    for high, low in ((.3, .2), (.7, .6), (.8, .7), (.9, .8), (.95, .85), (1., .9)):           # .3 - .2 < .1 as floats
+        assert common.trajectory_pairs(rewarded(PAGE, a=[low, high]), "x") == [(1, 0)]
     with pytest.raises(InputError, match="x: no trajectory pairs.* differ by 0.1"):
         common.trajectory_pairs(near, "x")
     assert common.trajectory_pairs(near, "x", needed=False) == []
+    monkeypatch.setattr("colbench.frontend.MIN_RETURN_GAP", 0.05)
+    assert common.trajectory_pairs(pages, "x") == [(1, 0), (2, 0), (2, 1)]
     monkeypatch.setattr("colbench.frontend.MIN_RETURN_GAP", 0.0)
     assert common.trajectory_pairs(near, "x") == [(1, 0), (1, 2)]                   # nothing is better than its equal
 
@@ -232,31 +212,19 @@ def test_a_name_of_two_references_is_refused(tmp_path):
 
 # --- devices: FakeTensorMode shows faults without a GPU, as it refuses tensors of two devices
 
-ROWS = [[common.Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [common.Row([5, 6, 7], [-1, -1, 0])]]
-TREES = [[common.Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [common.Row([5, 6, 7], [-1, 0, 1], 1)]]
-
-
 def fake_model():
     return LlamaForCausalLM(LlamaConfig.from_pretrained(BASE)).eval()
 
 
-def fake_batch(mode, items):
-    """A Batch on fake cuda."""
-    with torch.device("cpu"), torch.utils._python_dispatch._disable_current_modes():
-        batch = common.collate(items)
-    tensors = {}
-    for name, value in batch._asdict().items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = mode.from_tensor(value).to("cuda")
-    return batch._replace(**tensors)
-
-
-@pytest.mark.parametrize("items", [ROWS, TREES], ids=["rows", "trees"])
+@pytest.mark.parametrize("prompt_length", [None, 2], ids=["rows", "trees"])
 @pytest.mark.parametrize("has_head", [False, True], ids=["lm", "head"])
-def test_a_scorer_on_fake_cuda_mixes_no_devices(items, has_head):
+def test_a_scorer_on_fake_cuda_mixes_no_devices(has_head, prompt_length):
+    batch = common.collate([[common.Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], prompt_length)],
+                            [common.Row([5, 6, 7], [-1, -1, 0], prompt_length)]])
+    tensors = {name: value for name, value in batch._asdict().items() if isinstance(value, torch.Tensor)}
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.device("cuda"), torch.no_grad():
-        scorer = common.Scorer(fake_model(), has_head)
-        values = scorer(fake_batch(mode, items))
+        tensors = {name: mode.from_tensor(value).to("cuda") for name, value in tensors.items()}
+        values = common.Scorer(fake_model(), has_head)(batch._replace(**tensors))
     assert values.device.type == "cuda" and values.shape == (2, 2)
 
 
