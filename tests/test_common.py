@@ -213,7 +213,7 @@ def test_a_name_of_two_references_is_refused(tmp_path):
 # --- devices: FakeTensorMode shows faults without a GPU, as it refuses tensors of two devices
 
 def fake_model():
-    return LlamaForCausalLM(LlamaConfig.from_pretrained(BASE)).eval()
+    return LlamaForCausalLM(LlamaConfig.from_pretrained(BASE, num_hidden_layers=1)).eval()
 
 
 @pytest.mark.parametrize("prompt_length", [None, 2], ids=["rows", "trees"])

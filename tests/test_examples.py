@@ -116,8 +116,7 @@ class Streamer(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        parts = [{"role": "assistant", "content": ""}, *({"content": word} for word in re.findall(r"\s*\S+", content))]
-        for part in [*parts, {}]:
+        for part in ({"role": "assistant", "content": content}, {}):
             choice = {"index": 0, "delta": part, "finish_reason": None if part else "stop"}
             event = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": request["model"],
                      "choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}}

@@ -29,12 +29,6 @@ def flags(data, out, *more):
             *more]
 
 
-def points_of(data):
-    row = read(data / "demos.jsonl")[0]
-    return [common.DecisionPoint("<|user|>the fee<|end|><|assistant|>", row["task"], [], [[33, 780], [7, 8], [9, 10]],
-                                 [])]
-
-
 def outputs_of(scorer):
     """What a scorer says of AN_ITEM's turns."""
     return common.action_outputs(scorer, AN_ITEM, 4096, "cpu")[0]
@@ -243,8 +237,8 @@ def test_a_head_is_trained_beside_the_adapter(data, tmp_path, tiny):
     loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
     assert loaded.ref_scorer is None and loaded.scorer.head.weight.abs().max() > 1e-3
     assert largest_b(adapter(out)) > 1e-3
-    scores, = common.score_actions(loaded, tiny[1], points_of(data), 4096, "cpu")
-    assert len(set(scores)) == 3
+    first, second = outputs_of(loaded.scorer)
+    assert first != second
 
 
 def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tmp_path):

@@ -25,22 +25,17 @@ from lib.training import adamw, epoch_batches, learning_rate, rank_batches
 WHOLE, HALF = Sharding(), Sharding(dtype="bfloat16")
 
 
-@pytest.fixture(scope="module")
-def runtime():
-    return start(0)
-
-
-def load(folder, runtime, sharding=WHOLE):
-    return common.load_scorer(str(folder), runtime, sharding)
+def load(folder, sharding=WHOLE):
+    return common.load_scorer(str(folder), start(0), sharding)
 
 
 def load_whole(folder):
     return common.Scorer(load_model(str(folder), "cpu")[0])
 
 
-def refused_by_all(folder, runtime, message):
+def refused_by_all(folder, message):
     """No way to load a folder takes it."""
-    for load_folder in (load_whole, functools.partial(load, runtime=runtime)):
+    for load_folder in (load_whole, load):
         with pytest.raises(InputError, match=message):
             load_folder(folder)
 
@@ -60,36 +55,30 @@ def a_batch(tokenizer):
 
 # --- shards and files
 
-@pytest.mark.parametrize("prefix", ["model.", ""])
-def test_a_loaded_scorer_is_the_model(runtime, tiny, tmp_path, prefix):
-    """Values and gradients, also where the files name the tensors of the decoder alone."""
-    save_model(tmp_path, *tiny)
-    set_weights(tmp_path, {name.replace("model.", prefix, 1): tensor for name, tensor in weights(tmp_path).items()})
+@pytest.mark.parametrize("prefix, dtype", [("model.", "float32"), ("", "float32"), ("model.", "bfloat16")])
+def test_a_loaded_scorer_is_the_model_in_float32(tmp_path, prefix, dtype):
+    """Values and gradients, also of files that name the tensors of the decoder alone, and of half precision."""
+    model, tokenizer = load_model(str(BASE), "cpu", dtype)
+    save_model(tmp_path, model, tokenizer)
+    tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in weights(tmp_path).items()}
+    set_weights(tmp_path, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()})
     results = []
-    for scorer in (load(tmp_path, runtime), common.Scorer(tiny[0])):
-        values = scorer(a_batch(tiny[1]))
+    for scorer in (load(tmp_path), common.Scorer(model.float())):
+        values = scorer(a_batch(tokenizer))
         results.append([values, *torch.autograd.grad(values.sum(), list(scorer.parameters()))])
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
-
-
-def test_half_precision_files_are_read_into_float32(runtime, tiny, tmp_path):
-    half = load_model(str(BASE), "cpu", "bfloat16")[0]
-    save_model(tmp_path / "half", half, tiny[1])
-    loaded = load(tmp_path / "half", runtime)
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
-    save_model(tmp_path / "saved", loaded.model, tiny[1])
-    assert furthest(weights(tmp_path / "saved"), {n: t.float() for n, t in weights(tmp_path / "half").items()}) == 0
+    assert {gradient.dtype for gradient in results[0]} == {torch.float32}
 
 
 @pytest.mark.parametrize("sharding", [WHOLE, HALF], ids=["whole", "split"])
-def test_a_head_of_its_own_stays_although_the_config_ties_it(runtime, tiny, tmp_path, sharding):
+def test_a_head_of_its_own_stays_although_the_config_ties_it(tiny, tmp_path, sharding):
     """Every way to load the folder has its logits, and so has what is saved."""
     save_model(tmp_path / "model", *tiny)
     tensors, batch = weights(tmp_path / "model"), a_batch(tiny[1])
     torch.manual_seed(0)
     tensors["lm_head.weight"] = torch.randn(tensors["model.embed_tokens.weight"].shape) / 10
     set_weights(tmp_path / "model", tensors)
-    loaded, expected = load(tmp_path / "model", runtime, sharding), load_whole(tmp_path / "model")(batch)
+    loaded, expected = load(tmp_path / "model", sharding), load_whole(tmp_path / "model")(batch)
     save_model(tmp_path / "saved", loaded.model, tiny[1])
     assert torch.equal(weights(tmp_path / "saved")["lm_head.weight"], tensors["lm_head.weight"])
     assert torch.equal(load_whole(tmp_path / "saved")(batch), expected)
@@ -97,26 +86,26 @@ def test_a_head_of_its_own_stays_although_the_config_ties_it(runtime, tiny, tmp_
     torch.testing.assert_close(loaded(batch), expected, atol=0.5 if sharding is HALF else 0, rtol=0)
 
 
-def test_a_tensor_that_the_files_lack_is_one_line(runtime, tiny, tmp_path):
+def test_a_tensor_that_the_files_lack_is_one_line(tiny, tmp_path):
     """It would be random: the head of a model whose config does not tie it to the embeddings."""
     save_model(tmp_path, *tiny)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    refused_by_all(tmp_path, runtime, "its files lack lm_head.weight")
+    refused_by_all(tmp_path, "its files lack lm_head.weight")
 
 
-def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(runtime, tmp_path):
+def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(tmp_path):
     """A special token that no chat has, as Gemma 3's for images, may have no place."""
     model, tokenizer = load_model(str(BASE), "cpu")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     save_model(tmp_path, model, tokenizer)
-    assert load_whole(tmp_path) and load(tmp_path, runtime)
+    assert load_whole(tmp_path) and load(tmp_path)
     tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(tmp_path)
-    refused_by_all(tmp_path, runtime, "its tokenizer has 783 tokens, and its embeddings 781")
+    refused_by_all(tmp_path, "its tokenizer has 783 tokens, and its embeddings 781")
     model.resize_token_embeddings(800)
     save_model(tmp_path, model, tokenizer)
-    assert load_whole(tmp_path) and load(tmp_path, runtime)
+    assert load_whole(tmp_path) and load(tmp_path)
 
 
 # --- the logits
@@ -172,9 +161,9 @@ def test_logits_are_not_rounded_to_bfloat16():
     assert head.weight.grad.dtype == hidden.grad.dtype == torch.bfloat16 and head.weight.grad.abs().sum() > 0
 
 
-def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
+def test_a_sharded_bfloat16_model_projects_in_float32(tiny):
     """The same values as the whole model's, and as float32 arithmetic on its last hidden states."""
-    scorer = load(BASE, runtime, HALF)
+    scorer = load(BASE, HALF)
     whole, batch = load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
     values = scorer(batch)
     projection = Projection(whole.get_output_embeddings().weight.float())
