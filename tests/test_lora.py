@@ -237,8 +237,7 @@ def test_a_head_is_trained_beside_the_adapter(data, tmp_path, tiny):
     loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
     assert loaded.ref_scorer is None and loaded.scorer.head.weight.abs().max() > 1e-3
     assert largest_b(adapter(out)) > 1e-3
-    first, second = outputs_of(loaded.scorer)
-    assert first != second
+    assert len(set(outputs_of(loaded.scorer).tolist())) == 2
 
 
 def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tmp_path):
