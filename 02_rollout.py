@@ -39,11 +39,11 @@ from colbench import ColBenchError, domain_of, task_id
 from lib import data, flags
 from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
-from lib.sampling import add_rows, finish_rows, open_sampler, open_vision_sampler, Sampler
+from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
 from lib.servers import is_server, NoRoom
 from lib.statistics import heading_of, mean_over_tasks, measure_turns
 from lib.tracking import Track
-from lib.vision import action_views, documents_of
+from lib.vision import action_views, documents_of, load_vision
 
 ROLES = "agent", "simulator", "judge"
 
@@ -333,8 +333,7 @@ async def scored_row(dialogue, players, args):
 def summary(path):
     """One line: the mean return (over tasks) and the domain's columns, as 05 has them, rounds, how dialogues and turns
     ended, and the simulator's replies that show code."""
-    with open(path, encoding="utf-8") as file:
-        trajectories = [json.loads(line) for line in file]
+    trajectories = lib.runtime.read_rows(path)
     domain = domain_of(trajectories[0]["task"])
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"][1:]]
     replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
@@ -468,7 +467,7 @@ def open_samplers(domain, device, args):
         slots *= 2                                                   # each side has its own cache
     for role, name in names.items():
         if role == "simulator" and domain.SIMULATOR_SEES and not is_server(name):
-            sampler = open_vision_sampler(name, device, args.dtype)
+            sampler = Sampler(*load_vision(name, device, args.dtype))          # greedy, one chat at a time
         else:
             sampler = open_once(name, device, args.dtype, slots, args.max_length)
         samplers[role] = dataclasses.replace(sampler, template_args=args.chat_template_args.get(role, {}))

@@ -31,7 +31,6 @@ scripts/critics.py measures critics, and whether a model reads c.
 import asyncio
 import collections
 import itertools
-import json
 import pathlib
 import re
 import shlex
@@ -40,7 +39,7 @@ import sys
 import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import list_of
-from lib import data, flags, statistics
+from lib import data, flags, runtime, statistics
 from lib.models import load_tokenizer
 from lib.report.export import export
 from lib.report.page import about_lines, page_data, write_report
@@ -122,23 +121,16 @@ def check_tasks(files, states, where):
 COSTS = "trained_tokens", "generated_tokens", "seconds"
 
 
-def read_args(path):
-    """args.json of an output, a file or a folder; empty where a model has none, as it came from elsewhere."""
-    is_folder = pathlib.Path(path).is_dir()
-    path = pathlib.Path(path, "args.json") if is_folder else pathlib.Path(f"{path}.args.json")
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"args": {}}
-
-
 def costs_of(path):
     """{each of COSTS} of the agent that rolled out this file, and of the critics that it and best-of-N used."""
-    rollout_args = read_args(path)["args"]
+    rollout_args = runtime.read_args(path)["args"]
     if "agent" not in rollout_args:
         raise InputError(f"{path}: no args.json of a rollout beside it; --costs needs what 02_rollout.py keeps there")
-    agent_args = read_args(rollout_args["agent"])["args"]
+    agent_args = runtime.read_args(rollout_args["agent"])["args"]
     models = {rollout_args["agent"], rollout_args.get("critic"), agent_args.get("critic")} - {None}
     costs = dict.fromkeys(COSTS, 0)
     for model in models:
-        for key, value in read_args(model).get("costs", {}).items():
+        for key, value in runtime.read_args(model).get("costs", {}).items():
             costs[key] += value
     return costs
 
@@ -302,7 +294,7 @@ def turn_form(critic, trajectories):
 
 def candidate_form(folder, domain, form_of_turns):
     """What the scores of the candidates in 04's folder are, in lines, by its args.json."""
-    args = read_args(folder)["args"]
+    args = runtime.read_args(folder)["args"]
     try:
         critic = common.open_critic(args["critic"], args["model"], None, domain, args["reference_sees_c"])
     except (KeyError, InputError):
@@ -372,7 +364,7 @@ def main(argv=None):
         export(out / "export", files, common.shown_system)
     page = page_data(files, domain, forms, states)
     plots = report_plots(metric, curves_of(metrics), histories)
-    rollouts = {name: read_args(runs[0])["args"] for name, runs in paths.items()}
+    rollouts = {name: runtime.read_args(runs[0])["args"] for name, runs in paths.items()}
     about = about_lines(shlex.join(["python", "05_evaluate.py", *map(str, argv or sys.argv[1:])]), rollouts)
     write_report(out / "report.html", page, out / "images", **tables, about=about, metrics=metrics, metric=metric,
                  metric_heading=statistics.heading_of(metric), advantages=advantages, plots=plots, forms=forms)

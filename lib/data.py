@@ -3,6 +3,7 @@ import asyncio
 import collections
 import functools
 import hashlib
+import itertools
 import pathlib
 
 from colbench import ColBenchError, domain_of, own, schema, task_id
@@ -33,9 +34,19 @@ def environment(domain, images, rows_in, arguments, device="cpu"):
 
 def sight_of(processor, domain, arguments):
     """The vision.Sight of a critic that sees, for a stage that writes arguments["out"]."""
-    def open_environment():
-        return environment(domain, f"{arguments['out']}.images", None, {**arguments, "similarity": None})
-    return vision.Sight(processor, domain, functools.partial(vision.show_documents, domain, open_environment))
+    return vision.Sight(processor, domain, functools.partial(show_documents, domain, arguments))
+
+
+@on_main
+def show_documents(domain, arguments, documents):
+    """Sight.show, on rank 0, by an environment that each call opens. Says how many documents cannot be rendered."""
+    images, options = f"{arguments['out']}.images", {**arguments, "similarity": None}
+    with environment(domain, images, None, options) as browser:
+        files = asyncio.run(browser.show(documents))
+    num_lost = list(files.values()).count(None)
+    if num_lost:
+        say(f"{num_lost:,} of {len(files):,} {domain.NOUN}s cannot be rendered: shown as black images")
+    return files
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,18 +157,13 @@ def read_trajectories(path, num_trajectories=None, seed=0):
 
 def subset_of_tasks(trajectories, num_trajectories, seed):
     """At least so many trajectories, all those of the first tasks in an order that `seed` shuffles."""
-    by_task = collections.defaultdict(list)
-    for trajectory in trajectories:
-        by_task[trajectory["task_id"]].append(trajectory)
-
-    def place(name):
-        return hashlib.sha256(f"{seed} {name}".encode(errors="replace")).digest()
-    subset, num_tasks = [], 0
-    for name in sorted(by_task, key=place):
+    def place(trajectory):
+        return hashlib.sha256(f"{seed} {trajectory['task_id']}".encode(errors="replace")).digest()
+    subset = []
+    for _, of_task in itertools.groupby(sorted(trajectories, key=place), key=place):
         if len(subset) < num_trajectories:
-            subset += by_task[name]
-            num_tasks += 1
-    say(f"{len(subset):,} trajectories of {num_tasks:,} tasks kept (--num-trajectories)")
+            subset += of_task
+    say(f"{len(subset):,} trajectories of whole tasks kept (--num-trajectories)")
     return subset
 
 

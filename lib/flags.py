@@ -20,21 +20,21 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of all other bad input. An unknown flag is named first: it may be
+    """A parser whose errors are one line, as those of all other bad input. Unknown flags are named first: they may be
     why a required one is missing."""
 
-    def parse_known_args(self, args=None, namespace=None):
-        self.words = sys.argv[1:] if args is None else args
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message):
+    def parse_args(self, words=None):
+        words = sys.argv[1:] if words is None else words
         known = list(self._option_string_actions)
-        given = [word.partition("=")[0] for word in self.words if word.startswith("--")]
-        unknown = [flag for flag in given if not any(name.startswith(flag) for name in known)]
-        if self.add_help and unknown:                                # not of set_preset's own parser
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        unknown = [flag for flag in flags if not any(name.startswith(flag) for name in known)]
+        if unknown:
             near = difflib.get_close_matches(unknown[0], known, 1, 0.75)
             advice = f"did you mean {near[0]}?" if near else "--help shows all"
-            message = f"unknown flag {', '.join(unknown)}; {advice}"
+            self.error(f"unknown flag {', '.join(unknown)}; {advice}")
+        return super().parse_args(words)
+
+    def error(self, message):
         self.exit(2, f"error: {message}\n")
 
 
@@ -48,8 +48,7 @@ def argument_parser(docstring):
 def set_preset(parser, presets, argv):
     """Add --preset; the values of the chosen one become the parser's defaults, so that explicit flags win and --help
     shows them. presets: {name: {argument: value}}."""
-    parser.add_argument("--preset", choices=presets,
-                        help="settings of the paper or of the published code (docs/reproduce.md)")
+    parser.add_argument("--preset", choices=presets, help="settings of the paper or its code (docs/reproduce.md)")
     first = Parser(add_help=False)
     first.add_argument("--preset")
     parser.set_defaults(**presets.get(first.parse_known_args(argv)[0].preset, {}))
@@ -149,8 +148,7 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
     parser.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the examples")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="examples a step, over all ranks")
-    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7,
-                        help="peak learning rate, after 3 %% of the steps; a cosine then takes it to a tenth")
+    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate (warm-up, cosine)")
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01, help="weight of the chosen side's NLL")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
@@ -162,21 +160,17 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
                        help="drop longer trajectories; of SWEET's pairs, longer prompts with one action (tokens)")
     group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after so many steps")
     group = parser.add_argument_group("LoRA (needs peft)")
-    group.add_argument("--lora", type=positive_int, metavar="RANK",
-                       help="train an adapter of this rank; the model stays as it is, in --dtype")
+    group.add_argument("--lora", type=positive_int, metavar="RANK", help="train an adapter, on a model in --dtype")
     group.add_argument("--lora-targets", type=text_flag, nargs="+", metavar="NAME",
                        help="layers with an adapter, q_proj v_proj, say (None: all linear ones but the output's)")
     group.add_argument("--merge", action="store_true", help="write a whole model in place of an adapter folder")
     group = parser.add_argument_group("memory and speed")
     group.add_argument("--micro-batch-size", type=positive_int, default=8, help="examples a forward pass")
     group.add_argument("--max-tokens", type=positive_int, default=16384, help="tokens a pass without gradients")
-    group.add_argument("--activation-checkpointing", action="store_true",
-                       help="compute each layer again in the backward pass: less memory, a third more time")
+    group.add_argument("--activation-checkpointing", action="store_true", help="less memory, a third more time")
     group.add_argument("--compile", action="store_true", help="compile the layers: a minute at first, then faster")
-    group.add_argument("--dry-run", type=positive_int, metavar="RANKS",
-                       help="print the memory that a step needs on each of so many ranks, and stop")
+    group.add_argument("--dry-run", type=positive_int, metavar="RANKS", help="print the memory of a rank, and stop")
     group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")
-    group.add_argument("--track", type=project_flag, metavar="PROJECT",
-                       help="log to this project of trackio, too; a run that goes on continues its curve")
+    group.add_argument("--track", type=project_flag, metavar="PROJECT", help="log to this project of trackio, too")
     add_browser(group)
     add_overwrite(parser)

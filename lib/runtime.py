@@ -6,13 +6,11 @@ import functools
 import glob
 import gzip
 import hashlib
-import importlib
 import importlib.metadata
 import json
 import logging
 import os
 import pathlib
-import platform
 import re
 import resource
 import shutil
@@ -173,19 +171,20 @@ def peak_memory_mb():
 # ---------------------------------------------------------------------------------------------------------------------
 # reading
 
-def parse_json(text, where):
-    """The value of a JSON text; InputError, which begins with `where`."""
+def parse_json(text, kind, where):
+    """The value of a JSON text, of a kind (a function of colbench/schema.py); InputError, which begins with `where`."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:                   # also no UTF-8, very long numbers, very deep
         raise InputError(f"{where}: not JSON ({getattr(error, 'msg', one_line(error))})") from None
+    if fault := kind(value):
+        raise InputError(f"{where}: {fault.removeprefix('is ')}")
+    return value
 
 
 def read_json(path, kind):
-    """The value of a JSON file, of a kind (a function of colbench/schema.py); InputError that names the file."""
-    value = parse_json(read_text(path), path)
-    refuse(kind(value), path)
-    return value
+    """The value of a JSON file, of a kind; InputError that names the file."""
+    return parse_json(pathlib.Path(path).read_bytes(), kind, path)
 
 
 def lines_of(path):
@@ -208,20 +207,13 @@ def read_jsonl(path, keys, check=None):
     for number, line in enumerate(lines_of(path), 1):
         if line.strip():
             where = f"{path}:{number}"
-            rows.append(parse_json(line, where))
-            refuse(kind(rows[-1]), where)
+            rows.append(parse_json(line, kind, where))
             if check:
                 check(rows[-1], where, rows[0])
     if not rows:
         raise InputError(f"{path}: no rows in it")
     say(f"reads {path} ({len(rows):,} rows)")
     return rows
-
-
-def refuse(fault, where):
-    """InputError, which begins with `where`, if there is a fault (what a kind of schema.py says of a value)."""
-    if fault:
-        raise InputError(f"{where}: {fault.removeprefix('is ')}")
 
 
 def read_text(path):
@@ -371,9 +363,7 @@ def on_main(decide):
             except (InputError, OSError) as error:
                 decision = InputError(error_text(error))
         if dist.is_initialized():
-            decisions = [decision]
-            dist.broadcast_object_list(decisions)
-            [decision] = decisions
+            decision = gather(decision)[0]
         if isinstance(decision, InputError):
             raise decision
         return decision
@@ -385,14 +375,24 @@ def args_path(out, folder):
     return pathlib.Path(out) / "args.json" if folder else pathlib.Path(f"{out}.args.json")
 
 
+def read_args(out):
+    """What args.json says of an output, a file or a folder; of "no run" where there is none."""
+    path = args_path(out, pathlib.Path(out).is_dir())
+    args = {"stage": "no run", "args": {}}
+    if path.exists():
+        args |= read_json(path, record({}))
+    return args
+
+
 def output_record(arguments, inputs):
-    """What args.json says of an output: the stage, its arguments, its inputs."""
-    arguments = {key: value for key, value in sorted(arguments.items()) if key not in NO_INFLUENCE}
-    return {"stage": pathlib.Path(sys.argv[0]).name, "args": arguments,
-            "inputs": {str(name): fingerprint(name) for name in inputs if name}}
-
-
-ARGS_JSON = record({"stage": str, "args": dict, "inputs": dict}, {"costs": dict, "versions": dict})
+    """What args.json says of an output: the stage, its arguments, its inputs, versions."""
+    return {
+        "stage": pathlib.Path(sys.argv[0]).name,
+        "args": {key: value for key, value in sorted(arguments.items()) if key not in NO_INFLUENCE},
+        "inputs": {str(name): fingerprint(name) for name in inputs if name},
+        "versions": {"sweet-rl": VERSION, "python": sys.version.split()[0], "torch": str(torch.__version__),
+                     "transformers": importlib.metadata.version("transformers")},
+    }
 
 
 def begun_files(out, folder):
@@ -417,12 +417,9 @@ def is_done(arguments, out, inputs, folder=False):
     for name in inputs:
         if name and os.path.exists(name) and pathlib.Path(name).resolve().is_relative_to(out.resolve()):
             raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")
-    path = args_path(out, folder)
     if not begun_files(out, folder):                                # nothing is lost, whoever began it
         return False
-    before, now = {"stage": "no run"}, output_record(arguments, inputs)
-    if path.exists():
-        before = read_json(path, ARGS_JSON)
+    before, now = read_args(out), output_record(arguments, inputs)
     if before["stage"] != now["stage"]:
         raise InputError(f"{out}: {before['stage']} made it; choose another --out, or remove it")
     if arguments["overwrite"]:
@@ -469,9 +466,7 @@ def begin_output(arguments, out, inputs, folder=False):
             shutil.rmtree(old)
         else:
             old.unlink()
-    versions = {"sweet-rl": VERSION, "python": platform.python_version(), "torch": str(torch.__version__),
-                "transformers": importlib.metadata.version("transformers")}
-    write_args({**output_record(arguments, inputs), "versions": versions})
+    write_args(output_record(arguments, inputs))
 
 
 def locked(path):
@@ -497,7 +492,7 @@ def add_costs(**numbers):
     last call, to "costs" of its output's args.json; on rank 0."""
     if is_main():
         now = time.perf_counter()
-        record = read_json(OUTPUT["path"], ARGS_JSON)
+        record = json.loads(OUTPUT["path"].read_text("utf-8"))
         record["costs"] = Counter(record.get("costs"))
         record["costs"].update(numbers, seconds=now - OUTPUT["last"])
         OUTPUT["last"] = now

@@ -13,7 +13,7 @@ from lib.models import decode, encode, load_model, plain_chat, render_chat, stop
 from lib.runtime import barrier, gather, InputError
 from lib.seeds import server_seed, uniforms
 from lib.servers import is_server, NoRoom, Reply, ReplyError, Server, strip_thoughts
-from lib.vision import load_vision, vision_reply
+from lib.vision import vision_reply
 
 
 @dataclasses.dataclass
@@ -135,16 +135,13 @@ def open_sampler(name, device, dtype, slots, max_length, tokenizer=None):
     max_length: of a local model: tokens of a prompt with its reply, and of a prefill pass of the engine.
     tokenizer: of a server, which must then give the ids that it samples."""
     if is_server(name):
-        return Sampler(tokenizer=tokenizer, server=Server(name, slots))
+        server = Server(name, slots)
+        server.check_addresses()
+        return Sampler(tokenizer=tokenizer, server=server)
     model, tokenizer = load_model(name, device, dtype)
     num_ids = 1 + max(tokenizer.get_vocab().values())
     engine = Engine(model.eval(), stop_ids(model, tokenizer), slots, max_length, num_ids)
     return Sampler(model, tokenizer, engine)
-
-
-def open_vision_sampler(name, device, dtype):
-    """The Sampler of a model on this machine that is shown images: one greedy reply at a time."""
-    return Sampler(*load_vision(name, device, dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,18 +178,15 @@ class RowMaker:
                 self.num_in_a_row += 1
                 continue
             self.num_in_a_row = 0
-            if callable(row):
-                await self.scoring.acquire()
-                group.create_task(self.add(number, row))
-            else:
-                await self.add(number, row)
+            await self.scoring.acquire()
+            group.create_task(self.add(number, row))
 
     async def add(self, number, row):
         """row: it, or the async function that gives it."""
         if callable(row):
             row = await row()
-            self.scoring.release()
         self.rows.add(number, row)
+        self.scoring.release()
         self.progress.update()
 
 

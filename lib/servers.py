@@ -62,7 +62,7 @@ def is_server(name):
 
 class Server:
     """A model behind one address or several, http://A/v1,http://B/v1#NAME, which take turns. The key is that of
-    OPENAI_API_KEY. Nothing is sent before the first reply(); all of them are awaited in one event loop.
+    OPENAI_API_KEY. All replies are awaited in one event loop.
 
     slots: requests in flight."""
 
@@ -73,10 +73,10 @@ class Server:
             raise InputError(f"{name}: a server is written http://A/v1#NAME, several of one model "
                              "http://A/v1,http://B/v1#NAME")
         self.name = name
-        self.clients = [open_client(url, RETRIES if len(urls) == 1 else 1) for url in urls]
+        self.openai = optional("openai", f"{name}: servers need")
+        self.clients = [self.open_client(url, RETRIES if len(urls) == 1 else 1) for url in urls]
         self.turns = itertools.count()
         self.gate = asyncio.Semaphore(slots)
-        self.probe = None                                            # asyncio.Task: check_addresses()
         self.sampling = SAMPLING
 
     def request(self, prompt, temperature, max_new_tokens, extra):
@@ -96,18 +96,15 @@ class Server:
 
         The client tries again what is lost, late (TIMEOUT_S) or refused for a while. What cannot be used is asked for
         again with another seed.
-        InputError where no request can succeed: nobody answers at first, or the key or the model is refused.
+        InputError where no request can succeed: the key or the model is refused.
         NoRoom where the prompt is too long; ReplyError where this request has no reply."""
-        import openai
-        self.probe = self.probe or asyncio.ensure_future(self.check_addresses())
-        await self.probe
         first = next(self.turns)
         for number in range(first, first + TRIES):
             client = self.clients[number % len(self.clients)]
             try:
                 async with self.gate:
                     reply = read_reply(await self.send(client, {**request, "seed": seed}))
-            except openai.APIError as error:
+            except self.openai.APIError as error:
                 fault = self.fault_of_error(client, error)
                 if len(self.clients) == 1:
                     break
@@ -121,26 +118,33 @@ class Server:
             seed += 1
         raise ReplyError(f"{self.name}: {fault}")
 
-    async def check_addresses(self):
+    def open_client(self, url, retries):
+        """The client of one address."""
+        key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
+        try:
+            return self.openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
+        except Exception as error:                                   # httpx.InvalidURL, which has no class above it
+            raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
+
+    def check_addresses(self):
         """InputError where nobody answers at one of the addresses."""
-        import openai
+        import httpx
         for client in self.clients:
             try:
-                await client.with_options(max_retries=0, timeout=20).models.list()
-            except (openai.APITimeoutError, openai.APIStatusError, ValueError, AttributeError):
-                pass                                                 # it answers later, or has no list of its models
-            except openai.APIConnectionError as error:
+                httpx.get(client.base_url, timeout=20)
+            except httpx.TimeoutException:
+                pass                                                 # it answers later
+            except httpx.HTTPError as error:
                 raise InputError(f"{client.base_url}: nobody answers ({one_line(error)}); start the server first, or "
                                  "mend the address") from None
 
     async def send(self, client, request):
         """What the server answers; from now on without SAMPLING where these fields are the reason for a refusal."""
-        import openai
         endpoint = client.completions if "prompt" in request else client.chat.completions
         sampling = self.sampling
         try:
             return await endpoint.create(**{**request, "extra_body": {**sampling, **request["extra_body"]}})
-        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+        except (self.openai.BadRequestError, self.openai.UnprocessableEntityError) as error:
             if not sampling or is_too_long(error):
                 raise
             refusal = one_line(error)
@@ -162,16 +166,6 @@ class Server:
         if is_too_long(error):
             raise NoRoom(fault)
         return fault
-
-
-def open_client(url, retries):
-    """The client of one address."""
-    key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
-    openai = optional("openai", f"{url}: servers need")
-    try:
-        return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
-    except Exception as error:                                       # httpx.InvalidURL, which has no class above it
-        raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
 
 
 def is_too_long(error):

@@ -47,7 +47,7 @@ def mean_over_tasks(trajectories, eval_score):
 # ---------------------------------------------------------------------------------------------------------------------
 # intervals
 
-def bootstrap_interval(values, families=None, seed=0):
+def bootstrap_interval(values, families=None):
     """95 % percentile interval [low, high] of the mean of `values`, one a task, or a row of these for each run.
 
     With `families`, one a task, families are drawn first, and from each drawn one as many tasks as it has.
@@ -55,7 +55,7 @@ def bootstrap_interval(values, families=None, seed=0):
     values = np.array(values, float, ndmin=2)                                              # (runs, tasks)
     if families is None:
         families = np.zeros(values.shape[1])
-    task_rng, run_rng = np.random.default_rng(seed).spawn(2)
+    task_rng, run_rng = np.random.default_rng(0).spawn(2)
     means = []
     for _ in range(NUM_RESAMPLES // CHUNK):
         tasks, is_drawn = drawn_tasks(families, task_rng)

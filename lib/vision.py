@@ -2,7 +2,6 @@
 
 `views` of a turn, ((caption, document or None), …), are what such a critic is shown of it (`views` of a domain). A row,
 (ids, image files), is the chat that shows them; None in place of a file is a black image."""
-import asyncio
 import itertools
 from typing import Callable, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 
 from lib import models
 from lib.models import decode, encode, from_pretrained, read_config, render_chat
-from lib.runtime import InputError, on_main, say
+from lib.runtime import InputError, say
 from lib.servers import Reply
 
 MAX_PIXELS = 1280 * 28 * 28
@@ -92,18 +91,6 @@ class Sight(NamedTuple):
     show: Callable                  # documents -> {document: image file, None where it cannot be rendered}; all ranks
 
 
-@on_main
-def show_documents(domain, open_environment, documents):
-    """Sight.show by an environment that is opened for each call, on rank 0. Says how many documents cannot be
-    rendered."""
-    with open_environment() as environment:
-        files = asyncio.run(environment.show(documents))
-    num_lost = list(files.values()).count(None)
-    if num_lost:
-        say(f"{num_lost:,} of {len(files):,} {domain.NOUN}s cannot be rendered: shown as black images")
-    return files
-
-
 def views_of(sight, task, history, sees_c):
     """The view of the last turn of a dialogue, the agent's. sees_c: c is shown, too."""
     return tuple(sight.domain.views(task, history, sees_c))
@@ -154,7 +141,8 @@ def image_row(processor, view, files):
     content = []
     for caption, _ in view:
         content += [{"type": "text", "text": caption}, {"type": "image"}]
-    text, *rest = render_chat(processor, [{"role": "user", "content": content}]).split(processor.image_token)
+    chat = [{"role": "user", "content": content}]
+    text, *rest = render_chat(processor, chat).split(processor.image_token)
     for image, more in zip(images, rest, strict=True):
         width, height = open_image(image).size
         patches = processor.image_processor.get_number_of_image_patches(height, width, {})

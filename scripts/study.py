@@ -18,6 +18,7 @@ make an arm again with other settings or other code, remove it: rm -r OUT/seed*/
 import collections
 import concurrent.futures
 import csv
+import dataclasses
 import itertools
 import json
 import os
@@ -28,20 +29,18 @@ import sys
 import threading
 import time
 import tomllib
-import typing
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from colbench import DOMAINS  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
-from lib.runtime import InputError, read_rows, run_stage  # noqa: E402
+from lib.runtime import InputError, read_rows, run_stage, say  # noqa: E402
 
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 MANY = 800                       # dialogues, above which an arm's "many" counts
 
 locks = collections.defaultdict(threading.Lock)      # of each output
-has_run = []                                         # the outputs that this process has made
 
 
 def run_step(out, words, ranks=1, threads=1):
@@ -54,10 +53,9 @@ def run_step(out, words, ranks=1, threads=1):
     done = pathlib.Path(f"{out}.done")
     if out.exists() and is_done(done, command):
         return log.read_text()
-    has_run.append(out)
     environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(threads)}
     log.parent.mkdir(parents=True, exist_ok=True)
-    print(f"{str(out):36} begins (log: {log})", flush=True)
+    say(f"{out!s:36} begins (log: {log})")
     begin = time.monotonic()
     with open(log, "w") as file:
         status = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
@@ -68,7 +66,8 @@ def run_step(out, words, ranks=1, threads=1):
         sys.exit(1)
     done.write_text(str(command))
     seconds = time.monotonic() - begin
-    print(f"{str(out):36} {seconds:4.0f} s ", text.strip().rpartition("\n")[2], flush=True)
+    last_line = text.strip().rpartition("\n")[2]
+    say(f"{out!s:36} {seconds:4.0f} s  {last_line}")
     return text
 
 
@@ -94,7 +93,8 @@ def show(text):
 # ---------------------------------------------------------------------------------------------------------------------
 # what an agent needs: each method makes one output, and before it the outputs that it needs
 
-class Run(typing.NamedTuple):
+@dataclasses.dataclass
+class Run:
     """An agent to make and to evaluate."""
 
     arm: str
@@ -105,38 +105,24 @@ class Run(typing.NamedTuple):
     args: object                                                     # of the command line
     domain: dict                                                     # of read_domain
 
-    @property
-    def folder(self):
-        """Where the outputs of its seed stand."""
-        if self.args.chain is not None:
-            return self.args.out
-        return self.args.out / f"seed{self.seed}"
+    def __post_init__(self):
+        self.folder = self.args.out                                  # of the outputs of its seed
+        self.ranks = num_devices()                                   # processes of a step that others wait for
+        if self.args.chain is None:
+            self.folder = self.args.out / f"seed{self.seed}"
+            self.ranks = 1
+        self.table = self.domain["arms"][self.arm]                   # empty for base
+        self.name = self.name_of(self.arm, self.settings)
+        self.round_seed = self.seed + 1000 * (self.round - 1)        # by which 04 draws dialogues and candidates
 
-    @property
-    def table(self):
-        """The table of its arm; empty for base."""
-        return self.domain["arms"][self.arm]
-
-    @property
-    def name(self):
+    def name_of(self, arm, settings):
         """ARM, ARM_lr1e-4_epochs2, ARM@SIZE or ARM@ROUND."""
-        name = self.arm
-        for flag, value in self.settings.items():
-            name += f"_{flag}{value}"
+        for flag, value in settings.items():
+            arm += f"_{flag}{value}"
         number = self.round if self.args.rounds > 1 else self.size
         if number and self.arm != "base":
-            name += f"@{number}"
-        return name
-
-    @property
-    def round_seed(self):
-        """A seed for each round, as 04 draws dialogues and candidates by it."""
-        return self.seed + 1000 * (self.round - 1)
-
-    @property
-    def ranks(self):
-        """The number of processes of a step that others wait for."""
-        return 1 if self.args.chain is None else num_devices()
+            arm += f"@{number}"
+        return arm
 
     def step(self, name, program, ranks=1, **flags):
         """Make an output of the seed; returns its path. Flags of None are left out."""
@@ -164,7 +150,7 @@ class Run(typing.NamedTuple):
         """The model that its round begins with."""
         if self.round == 1:
             return self.domain["base"]
-        return self._replace(round=self.round - 1).agent()
+        return dataclasses.replace(self, round=self.round - 1).agent()
 
     def dialogues(self):
         """Four dialogues of this model on each training task of the round."""
@@ -179,7 +165,8 @@ class Run(typing.NamedTuple):
 
     def all_dialogues(self):
         """The dialogues of all rounds until this one, in one file, with the c that the arm's critic reads."""
-        files = [self._replace(round=number).dialogues() for number in range(1, self.round + 1)]
+        rounds = [dataclasses.replace(self, round=number + 1) for number in range(self.round)]
+        files = [run.dialogues() for run in rounds]
         path = files[0]
         if self.round > 1:
             path = self.folder / f"{self.name}-all.jsonl"
@@ -187,20 +174,21 @@ class Run(typing.NamedTuple):
             with locks[path]:
                 if not path.exists() or path.read_bytes() != rows:   # a newer file would train its critic again
                     path.write_bytes(rows)
-        kind = self.table.get("c")
-        if kind is None:
+        if "c" not in self.table:
             return path
-        return self.step(f"{path.stem}-{kind}.jsonl", f"scripts/change_c.py --kind {kind}", trajectories=path)
+        kind = self.table["c"]
+        program = f"scripts/change_c.py --kind {kind}"
+        return self.step(f"{path.stem}-{kind}.jsonl", program, trajectories=path)
 
     def critic(self):
         """Its critic: a folder, "untrained", or None."""
-        kind, c = self.table.get("critic"), self.table.get("c")
+        kind = self.table.get("critic")
         if kind in (None, "untrained"):
             return kind
         name = "critic" if kind == "lm" else f"critic-{kind}"
-        if c:
-            name += f"-{c}"
-        name = self._replace(arm=name, settings={}).name
+        if "c" in self.table:
+            name += f"-{self.table['c']}"
+        name = self.name_of(name, {})
         if self.round > 1:
             name = f"{self.name}-critic"
         program = f"03_train_critic.py {self.domain['critic']} {self.domain['critics'][kind]}"
@@ -221,20 +209,21 @@ class Run(typing.NamedTuple):
         dialogues = self.all_dialogues() if "c" in arm else self.dialogues()
         flags = {**self.settings, "trajectories": dialogues, "critic": self.critic()}
         if "candidates" in arm and self.round == 1:                  # another arm's
-            flags["candidates"] = self._replace(arm=arm["candidates"], settings={}).agent() / "candidates.jsonl"
+            other = dataclasses.replace(self, arm=arm["candidates"], settings={})
+            flags["candidates"] = other.agent() / "candidates.jsonl"
         return self.train(self.name, " ".join(words), 1, **flags)
-
-    def has_critic(self):
-        return "critic" in self.table
 
     def evaluate(self):
         """Its dialogues on the tasks of --split."""
-        split, samples = self.args.split, self.domain["samples"]
-        seed, num_tasks = self.domain[f"{split}_seed"], self.domain[f"num_{split}"]
+        domain = self.domain
+        split = self.args.split
+        num_tasks = domain[f"num_{split}"]
+        seed = domain[f"{split}_seed"]
         tasks = self.tasks(f"{split}.jsonl", split=split, num_tasks=num_tasks, seed=seed)
         agent = self.agent()
-        ranks = self.ranks if self.has_critic() else 1               # the longest chain of steps: the others have ended
-        return self.rollout(f"{self.name}.jsonl", ranks, tasks=tasks, agent=agent, samples=samples, seed=self.seed)
+        ranks = self.ranks if "critic" in self.table else 1          # the longest chain of steps: the others have ended
+        return self.rollout(f"{self.name}.jsonl", ranks, tasks=tasks, agent=agent, samples=domain["samples"],
+                            seed=self.seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,16 +231,20 @@ class Run(typing.NamedTuple):
 
 def report_words(args, domain, points):
     """The command of 05."""
-    words, flags = ["05_evaluate.py"], domain.get("evaluate", "").split()
+    words = ["05_evaluate.py"]
+    flags = domain.get("evaluate", "").split()
     for name, runs in points.items():
         paths = ",".join(str(run.folder / f"{name}.jsonl") for run in runs)
         words.append(f"{name}={paths}")
         if runs[0].arm == "mtdpo" and not runs[0].settings:
             flags += ["--baseline", name]                            # the last one counts
     more = "--costs --overwrite" if args.chain is None else domain["chain"]
-    for word in more.split():
-        flags.append(word.replace("OUT", str(args.out)))
-    return words + flags
+    return words + flags + words_of(more, args.out)
+
+
+def words_of(command, out):
+    """The words of a command of scripts/arms.toml."""
+    return [word.replace("OUT", str(out)) for word in command.split()]
 
 
 def write_tables(out, points, domain):
@@ -272,7 +265,7 @@ def write_tables(out, points, domain):
                 "rounds": dialogue["num_rounds"]})
     write_csv(out / "table.csv", rows)
     write_csv(out / "tasks.csv", task_rows)
-    print(f"writes {out}/table.csv, {out}/tasks.csv; the page: {report}/report.html")
+    say(f"writes {out}/table.csv, {out}/tasks.csv; the page: {report}/report.html")
 
 
 def table_row(run, metrics):
@@ -350,6 +343,7 @@ def all_runs(args, domain):
     runs = []
     for argument in args.arms:
         arm, _, size = argument.partition("@")
+        check_arm(arm, domain)
         sizes, settings, last_round = args.sizes, settings_of(args.grid), args.rounds
         if size:
             sizes = [int(size)]
@@ -374,20 +368,16 @@ def main(argv=None):
     runs = all_runs(args, domain)
     points = {}                                                      # {name: its runs, one a seed}
     for run in runs:
-        check_arm(run.arm, domain)
         domain["dialogues"] = max(domain["dialogues"], run.size or 0)
         points.setdefault(run.name, []).append(run)
-    longest_first = sorted(runs, key=Run.has_critic, reverse=True)
+    longest_first = sorted(runs, key=lambda run: "critic" not in run.table)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         ended = pool.map(Run.evaluate, longest_first)
     list(ended)                                                      # raises what a call has raised
-    if args.chain is not None and domain["has_gates"]:
-        gates = ["scripts/critics.py", "--trajectories", f"{args.out}/base.jsonl", "--gates", domain["base"]]
-        show(run_step(args.out / "gates", gates, threads=2))
+    if args.chain is not None and "gates" in domain:
+        show(run_step(args.out / "gates", words_of(domain["gates"], args.out), threads=2))
     show(run_step(args.out / "report", report_words(args, domain, points), threads=2))
     write_tables(args.out, points, DOMAINS[domain["domain"]])
-    if not has_run:
-        print("all of this was there already: nothing had to be run again")
 
 
 if __name__ == "__main__":

@@ -34,12 +34,10 @@ def chain(tmp_path_factory):
             study.main(words)
         return printed.getvalue()
 
-    study.has_run.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "call", run_command)
         patch.chdir(ROOT)
         first = call()
-        study.has_run.clear()
         times = {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
         return out, first, call(), times
 
@@ -56,7 +54,6 @@ def test_a_second_call_of_the_chain_runs_nothing_again(chain):
     _, _, printed, times = chain
     assert len(times) == 4
     assert " begins (log" not in printed and "against mtdpo" in printed
-    assert printed.endswith("nothing had to be run again\n")
     assert times == {path: path.stat().st_mtime_ns for path in times}
 
 

@@ -256,7 +256,7 @@ def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path, rows, te
     (["sweet", "--domain", "pages"], "--domain pages: must be one of backend, sql, frontend, real"),
     (["mine"], "mine: no such arm in scripts/arms.toml, which has rft, mtdpo, sweet"),
     *((["rft", "--set", change], f"--set {change}: must be NAME=NUMBER, with a number of [backend]")
-      for change in ("dialogs=3", "num_test=few", "base=3", "has_gates=1"))])
+      for change in ("dialogs=3", "num_test=few", "base=3", "gates=1"))])
 def test_what_is_unknown_is_refused(call, arguments, line):
     with pytest.raises(InputError) as error:
         call(*arguments)

@@ -13,7 +13,6 @@ from colbench import frontend
 from colbench.browser import Browser, Render
 from compare import assert_same_steps
 from conftest import BASE, call, read, refused, stage, succeed, turns, write
-from lib import vision
 from lib.data import sight_of
 from lib.runtime import InputError
 from lib.servers import visible_text
@@ -240,7 +239,7 @@ def test_it_begins_at_log_2_learns_and_loads(critic, seeing):
 
 
 def test_two_ranks_equal_one_and_values_can_be_trained(dialogues, vlm, seeing, tmp_path, monkeypatch):
-    monkeypatch.setattr(vision, "show_documents", lambda domain, opens, documents: seeing[1].show(documents))
+    monkeypatch.setattr("lib.data.show_documents", lambda domain, arguments, documents: seeing[1].show(documents))
     call(3, *flags(dialogues, vlm, tmp_path / "one", "--epochs", 1))
     succeed("03_train_critic.py", *flags(dialogues, vlm, tmp_path / "two", "--epochs", 1), ranks=2)
     assert_same_steps(tmp_path / "two", tmp_path / "one")
@@ -316,7 +315,7 @@ def test_bad_input_is_one_line(dialogues, vlm, critic, data, tmp_path):
 
 
 def test_an_adapter_s_critic_that_sees_begins_at_log_2_and_loads(dialogues, vlm, seeing, tmp_path, monkeypatch):
-    monkeypatch.setattr(vision, "show_documents", lambda domain, opens, documents: seeing[1].show(documents))
+    monkeypatch.setattr("lib.data.show_documents", lambda domain, arguments, documents: seeing[1].show(documents))
     out = tmp_path / "critic"
     call(3, *flags(dialogues, vlm, out, "--lora", 4, "--max-steps", 1))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
