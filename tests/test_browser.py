@@ -60,7 +60,8 @@ def render(browser, html, **options):
 
 
 def value(browser, html, read):
-    """What JavaScript reads on the page; there must be no fault."""
+    """What JavaScript reads on the page, which is drawn anew; there must be no fault."""
+    browser.specs.clear()
     image, spec, fault = render(browser, html, screenshot=False, read=read)
     assert (image, fault) == (None, None)
     return spec
@@ -70,7 +71,7 @@ def draw(browser, html, read=None):
     """(bytes of the screenshot, spec, fault), drawn anew."""
     screenshot_path(browser.images, html).unlink(missing_ok=True)
     image, spec, fault = render(browser, html, read=read)
-    return data(image), spec, fault
+    return pathlib.Path(image).read_bytes(), spec, fault
 
 
 def forget_tab(browser):
@@ -89,10 +90,6 @@ def picture(path):
     return Image.open(path).convert("RGB")
 
 
-def data(path):
-    return pathlib.Path(path).read_bytes()
-
-
 # --- pictures
 
 def test_a_picture(browser):
@@ -102,8 +99,11 @@ def test_a_picture(browser):
     assert len(pathlib.Path(result.image).stem) == 16
     assert [path for path in browser.images.iterdir() if path.suffix != ".png"] == []
     for width, height, size in ((1500, 1000, (1500, 1000)), (9000, 200_000, (2560, 8192))):
-        result = render(browser, f"<body style='margin:0'><div style='height:{height}px;width:{width}px'>")
-        assert picture(result.image).size == size and result.fault is None
+        large = render(browser, f"<body style='margin:0'><div style='height:{height}px;width:{width}px'>")
+        assert picture(large.image).size == size and large.fault is None
+    assert render(Browser(browser.images, "/no/browser/is/needed"), PLAIN) == result           # it is there
+    assert render(browser, "é" * 1_000_001) == Render(None, None, "page larger than 2,000,000 bytes (2,000,002)")
+    assert render(browser, "<p>lone \ud800 surrogate").fault is None and render(browser, "").fault is None
 
 
 def test_read(browser):
@@ -114,6 +114,8 @@ def test_read(browser):
            "JSON.stringify = 0; Promise = 0</script>"
     assert value(browser, page, "a.getBoundingClientRect().height > 10") is True
     assert "boom" in render(browser, "<p>", screenshot=False, read="(() => { throw new Error('boom') })()").fault
+    for harmless, text in GIVEN["harmless"]:                        # pages that act, and come to rest
+        assert "".join(value(browser, harmless, "document.body.innerText").split()) == text
 
 
 def test_same_bytes(browser, tmp_path):
@@ -128,15 +130,13 @@ def test_same_bytes(browser, tmp_path):
         return await asyncio.gather(*map(other.render, ["<h1>other", *pages, "<h1>last"]))
     renders = asyncio.run(draw_all())
     other.close()
-    assert [(data(result.image), None, None) for result in renders[1:4]] == first
+    assert [(pathlib.Path(result.image).read_bytes(), None, None) for result in renders[1:4]] == first
     assert len({result.image for result in renders}) == 5
-
-
-def test_a_picture_that_is_there_needs_no_browser(tmp_path):
-    from PIL import Image
-    Image.new("RGB", (3, 2)).save(screenshot_path(tmp_path, PLAIN))
-    browser = Browser(tmp_path, "/no/browser/is/needed")
-    assert asyncio.run(browser.render(PLAIN)) == Render(str(screenshot_path(tmp_path, PLAIN)), None, None)
+    margins = "[...document.querySelectorAll('div')].map(x => getComputedStyle(x).marginLeft)"
+    margins, text = value(browser, MOVING, f"[{margins}, e.textContent]")
+    assert margins == ["300px", "0px", "200px", "100px"]
+    assert text.startswith("Wed Jan 01 2025 12:00:00 GMT+0000 (Coordinated Universal Time),Wed Jan 01 2025 12:00:00")
+    assert ",1735732800000,0,0.36925" in text and text.endswith(" text 1 2 3 late 4 5 6")
 
 
 # Each page that could leave something in the window stands before one that would show it: the colours of links, the
@@ -157,20 +157,6 @@ def test_no_page_changes_the_next(browser):
     for number in (1, 3, 5, 7, *range(8, len(pages), 2)):           # what would show what the page before has left
         forget_tab(browser)
         assert draw(browser, pages[number], read) == in_turn[number], pages[number]
-
-
-def test_time_of_a_page(browser):
-    margins = "[...document.querySelectorAll('div')].map(x => getComputedStyle(x).marginLeft)"
-    margins, text = value(browser, MOVING, f"[{margins}, e.textContent]")
-    assert margins == ["300px", "0px", "200px", "100px"]
-    assert text.startswith("Wed Jan 01 2025 12:00:00 GMT+0000 (Coordinated Universal Time),Wed Jan 01 2025 12:00:00")
-    assert ",1735732800000,0,0.36925" in text and text.endswith(" text 1 2 3 late 4 5 6")
-
-
-def test_too_large(browser):
-    result = render(browser, "é" * 1_000_001)
-    assert result == Render(None, None, "page larger than 2,000,000 bytes (2,000,002)")
-    assert render(browser, "<p>lone \ud800 surrogate").fault is None and render(browser, "").fault is None
 
 
 def test_fonts(browser):
@@ -211,14 +197,13 @@ def test_photos(browser):
     page = "<style>* {margin:0; display:block}</style><img src=https://picsum.photos/id/48/300/200>" \
            "<img style='margin-top:3000px' loading=lazy src=https://placehold.co/60x40>"
     sizes = "[...document.images].map(i => [i.naturalWidth, i.naturalHeight])"
-    assert value(browser, page, sizes) == [[300, 200], [60, 40]]
-    assert picture(render(browser, page).image).getpixel((150, 100)) == (187, 187, 187)
+    image, spec, _ = render(browser, page, read=sizes)
+    assert spec == [[300, 200], [60, 40]] and picture(image).getpixel((150, 100)) == (187, 187, 187)
 
 
-SHEET_2 = "https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css"
-SCRIPT_4 = "https://cdn.jsdelivr.net/npm/@tailwindcss/browser@4"
-TAILWIND = [f'<link rel="stylesheet" href="{SHEET_2}">', '<script src="https://cdn.tailwindcss.com"></script>',
-            f'<script src="{SCRIPT_4}"></script>']
+TAILWIND = ['<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css">',
+            '<script src="https://cdn.tailwindcss.com"></script>',
+            '<script src="https://cdn.jsdelivr.net/npm/@tailwindcss/browser@4"></script>']
 
 
 @needs_tailwind
@@ -226,9 +211,8 @@ TAILWIND = [f'<link rel="stylesheet" href="{SHEET_2}">', '<script src="https://c
 def test_tailwind(browser, head):
     page = f"<!DOCTYPE html><head>{head}</head><body><h1 class='p-4 md:w-1/2'>A</h1><p id=a></p><script>" \
            "setTimeout(() => { a.className = 'pl' + '-6' }, 500)</script>"
-    padding = "[...document.querySelectorAll('h1, p')].map(x => getComputedStyle(x).paddingLeft)"
-    assert value(browser, page, padding) == ["16px", "24px"]
-    assert value(browser, page, "document.querySelector('h1').offsetWidth") == 640
+    looks = "[...document.querySelectorAll('h1, p')].map(x => [getComputedStyle(x).paddingLeft, x.offsetWidth])"
+    assert value(browser, page, looks) == [["16px", 640], ["24px", 1280]]
 
 
 STYLE_2, CDN_3 = "tailwindcss-2.2.19/dist/tailwind.min.css", "tailwindcss-cdn-3.4.10/tailwindcss"
@@ -318,12 +302,7 @@ def test_faults(browser, monkeypatch, page, fault):
     assert render(browser, "<p>next", read="document.body.innerText").spec == "next"
 
 
-@pytest.mark.parametrize("page, text", GIVEN["harmless"])
-def test_harmless(browser, page, text):
-    assert "".join(value(browser, page, "document.body.innerText").split()) == text
-
-
-def test_nothing_left_behind(browser):
+def test_nothing_is_left_behind_and_nothing_goes_on(browser):
     found = value(browser, LEAVE + FIND, "a.textContent")           # on one page, so that its silence means something
     assert set(found.split(",")) == {                               # cookies are denied to every page
         "channel", "global1", "namemark", "array1", "document1", "local1", "titlemark", "session1", "historytrue",
@@ -333,10 +312,7 @@ def test_nothing_left_behind(browser):
         value(browser, LEAVE, "1")
         assert value(browser, FIND, "a.textContent") == ""
     assert browser.call(browser.chromium.contexts[0].cookies()).result() == []
-
-
-def test_nothing_goes_on(browser):
-    """A page that acts is gone as soon as it is drawn."""
+    # a page that acts is gone as soon as it is drawn
     assert value(browser, "<p>a<script>onload = () => { (function f() { fetch('data:,').then(f) })() }</script>",
                  "document.body.innerText") == "a"
     assert browser.call(browser.tabs[0].page.evaluate("document.body.innerHTML")).result() == ""

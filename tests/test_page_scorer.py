@@ -1,17 +1,16 @@
 """Pages: similarity of screenshots (PageScorer) and 05_evaluate.py on frontend trajectories, by hand."""
 import itertools
-import json
 import shutil
 import types
 
 import numpy as np
 import pytest
 import torch
+from test_05 import report_of, scored, written
 
 from colbench import ColBenchError, frontend
-from colbench.browser import Browser, Render
 from colbench.similarity import PageScorer, pixel_similarity
-from conftest import call, read, refused, trajectory, turns, write
+from conftest import call, read, turns
 from lib import statistics
 
 Image = pytest.importorskip("PIL.Image", reason="pip install -r scripts/frontend.txt")
@@ -45,7 +44,7 @@ def test_pixel_similarity_by_hand():
     assert pixel_similarity(white, taller) == pytest.approx(((2 / 3) ** 0.5 + 2 / 3) / 2, abs=1e-12)
 
 
-def test_pixels_are_symmetric_and_within_bounds(tmp_path):
+def test_pixels_are_symmetric_within_bounds_and_fall_with_every_aspect_that_differs(tmp_path):
     paths = [picture(tmp_path / "as it is.png"), picture(tmp_path / "red.png", header="red"),
              picture(tmp_path / "tall.png", height=1500)]
     scorer = PageScorer("pixels")
@@ -61,9 +60,6 @@ def test_pixels_are_symmetric_and_within_bounds(tmp_path):
     missing, drawn = scorer.score([(paths[0], None), (paths[0], str(black))])
     assert missing == drawn < 0.1
     assert scorer.score([(None, paths[0]), (None, None), (str(black), None)]) == [0, 0, 1]
-
-
-def test_pixels_fall_with_every_aspect_that_differs(tmp_path):
     changes = {"header": "darkgreen", "back": "lightblue", "card": "white", "side": "right", "columns": 2}
     reference, *others = (picture(tmp_path / f"{len(aspects)} {min(aspects, default='')}.png", **aspects)
                           for aspects in ({}, *({name: changes[name]} for name in changes), changes))
@@ -137,27 +133,20 @@ def test_weights_that_cannot_be_had(clip, tmp_path):
 
 # --- 05
 
-def scored(run=0, **rewards):
-    """Trajectories of tasks: a=[0.5, 0.7] are two dialogues of task a."""
-    return [{"task_id": task, "reward": reward, "similarity": "pixels", "run": run}
-            for task, task_rewards in rewards.items() for reward in task_rewards]
-
-
 def test_win_rate_and_ties_by_hand():
     def wins(ours, theirs):
-        return statistics.win_rate(ours, theirs, frontend.eval_score)
+        return statistics.win_rate(scored(*ours), scored(*theirs), frontend.eval_score)
 
-    base = scored(a=[0.5, 0.7], b=[0.4], c=[0.9], only_here=[0.1])
+    base = [("a", 0.5), ("a", 0.7), ("b", 0.4), ("c", 0.9), ("only_here", 0.1)]
     # a: 0.6 and 0.7 against 0.5 and 0.7: win, loss, win, tie = 2.5 of 4; b: tie within 1e-6; c: loss
-    result = wins(scored(a=[0.6, 0.7], b=[0.4 + 5e-7], c=[0.8], only_there=[1]), base)
+    result = wins([("a", 0.6), ("a", 0.7), ("b", 0.4 + 5e-7), ("c", 0.8), ("only_there", 1)], base)
     assert result["win_rate"] == pytest.approx((0.625 + 0.5 + 0) / 3)
     assert result["ties"] == pytest.approx((0.25 + 1 + 0) / 3)
     assert result["win_rate_ci95"] == statistics.bootstrap_interval([0.625, 0.5, 0])
     itself = wins(base, base)
     assert itself["win_rate"] == 0.5 and itself["ties"] == pytest.approx((0.5 + 1 + 1 + 1) / 4)
-    assert wins(base, scored(z=[1])) == {}
-    assert wins(scored(b=[0.4 + 2e-6]), base)["win_rate"] == 1
-    ours, theirs = scored(0, a=[0.6]) + scored(1, a=[0.2]), scored(0, a=[0.5]) + scored(1, a=[0.1])
+    assert wins([("b", 0.4 + 2e-6)], base)["win_rate"] == 1 and wins(base, [("z", 1)]) == {}
+    ours, theirs = [("a", 0.6, 0), ("a", 0.2, 1)], [("a", 0.5, 0), ("a", 0.1, 1)]
     assert wins(ours, theirs)["win_rate"] == 1                       # paired by run: of all pairs it were 3 of 4
     assert wins(ours[:1], theirs) == {}
 
@@ -166,88 +155,62 @@ def page(colour, body="<h1>Shop</h1>"):
     return f'<!doctype html><body style="margin:0;background:{colour}">{body}</body>'
 
 
+RELOADS = "<p>a<script>location.reload()</script>"                  # cannot be rendered
 TASKS = [{"task_id": "t1", "problem_description": "A shop <b>in green</b>", "ground_truth": page("green")},
-         {"task_id": "t2", "problem_description": "A café", "ground_truth": page("#804000", "<p>Menu</p>" * 60)}]
+         {"task_id": "t2", "problem_description": "A café", "ground_truth": page("#804000", "<p>Menu</p>" * 60)},
+         {"task_id": "t3", "problem_description": "A shop", "ground_truth": RELOADS}]
 
 
-def answered(path, *answers, similarity="clip:elsewhere"):
-    """A file with one dialogue of two rounds for every (task number, answer)."""
+def answered(*answers, similarity="clip:elsewhere"):
+    """A dialogue of two rounds for every (task number, answer)."""
     rows = []
     for number, answer in answers:
         history = turns(TASKS[number]["problem_description"], page("white"), "The background should be darker.",
                         answer or "I cannot.")
         rows.append({"task": TASKS[number], "answer": answer, "reward": 0.5, "similarity": similarity,
                      "dialogue_history": history})
-    return write(path, rows)
-
-
-def evaluate(folder, *flags):
-    """What 05 prints, its metrics and its page."""
-    printed, out = call(5, *flags, "--out", folder / "out"), folder / "out"
-    return printed, json.loads((out / "metrics.json").read_text()), (out / "report.html").read_text()
+    return rows
 
 
 def test_metrics_of_pages(tmp_path):
-    base = answered(tmp_path / "base.jsonl", (0, page("white")), (1, ""))
-    sweet = answered(tmp_path / "sweet.jsonl", (0, page("green")), (1, page("#804000", "<script>1</script>")))
-    printed, metrics, _ = evaluate(tmp_path, f"base={base}", f"sweet={sweet}", "--baseline", "base", "--similarity",
-                                   "pixels")
+    """Those that cannot be rendered are counted."""
+    files = {"base": answered((0, page("white")), (1, "")),
+             "sweet": answered((0, page("green")), (1, page("#804000", "<script>1</script>"))),
+             "odd": answered((0, page("green")), (0, RELOADS), (0, ""), (2, page("green")))}
+    printed = call(5, *written(tmp_path, files), "--baseline", "base", "--similarity", "pixels")
     assert "similarity of screenshots: pixels" in printed and "pixel similarity" in printed
     assert "success" not in printed and "tests" not in printed
-    for name, m in metrics.items():
-        rows = read(tmp_path / "out" / "scored" / f"{name}.jsonl")
+    metrics, html, _ = report_of(tmp_path)
+    scored_files = tmp_path / "report" / "scored"
+    rows = {name: read(scored_files / f"{name}.jsonl") for name in metrics}
+    base, sweet, odd = metrics["base"], metrics["sweet"], metrics["odd"]
+    for name in ("base", "sweet"):
+        m = metrics[name]
         assert m["n"] == m["tasks"] == 2 and m["mean_rounds"] == 2 and m["similarity"] == "pixels" and m["leaks"] == 0
-        assert m["pixel_similarity"] == pytest.approx(sum(row["reward"] for row in rows) / 2)
+        assert m["pixel_similarity"] == pytest.approx(sum(row["reward"] for row in rows[name]) / 2)
         assert m["failed_renders"] == m["failed_references"] == 0
         assert not {"success_rate", "tests_passed", "cosine_similarity", "forced_answers"} & set(m)
-        for row, colour in zip(rows, ((0, 128, 0), (128, 64, 0))):  # paths start at the file's folder
-            shot = Image.open(tmp_path / "out" / "scored" / row["reference_image"])
-            assert shot.getpixel((1000, 10)) == colour
+        for row, colour in zip(rows[name], ((0, 128, 0), (128, 64, 0))):              # paths start at the file's folder
+            assert Image.open(scored_files / row["reference_image"]).getpixel((1000, 10)) == colour
             assert row["similarity"] == "pixels" and (row["image"] is None) == (row["answer"] == "")
-    base, sweet = metrics["base"], metrics["sweet"]
     assert (base["no_page"], base["win_rate"], base["ties"]) == (0.5, 0.5, 1)
-    assert (sweet["no_page"], sweet["win_rate"], sweet["ties"]) == (0, 1, 0)
-    assert rows[0]["reward"] == 1                                   # of "sweet", the last of both
+    assert (sweet["no_page"], sweet["win_rate"], sweet["ties"]) == (0, 1, 0) and rows["sweet"][0]["reward"] == 1
     difference = sweet["pixel_similarity"] - base["pixel_similarity"]
     assert sweet["against_baseline"]["difference"] == pytest.approx(difference)
 
-
-def test_runs_and_clip_in_one_call(clip, tmp_path):
-    paths = [answered(tmp_path / f"{i}.jsonl", (0, page(colour)), (1, page(colour)), similarity=f"clip:{clip}")
-             for i, colour in enumerate(("white", "green", "#103010"))]
-    _, metrics, html = evaluate(tmp_path, f"judge@1={paths[0]},{paths[1]}", f"judge@4={paths[2]},{paths[2]}",
-                                "--baseline", "judge@1", "--clip-model", clip)
-    one, four = metrics["judge@1"], metrics["judge@4"]
-    assert one["similarity"] == f"clip:{clip}" and one["cosine_similarity"] == pytest.approx(sum(one["runs"]) / 2)
-    assert four["runs"][0] == four["runs"][1] and len(four["against_baseline"]["runs"]) == 2
-    assert ">cosine similarity<" in html and f"similarity of screenshots: clip:{clip}" in html
-
-
-def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
-    pages = answered(tmp_path / "pages.jsonl", (0, page("green")))
-    code = write(tmp_path / "code.jsonl", [trajectory("t", "", reward=0)])
-    for flags, line in (
-            ([f"b={code}"],
-             "b: a task of another domain (functions) than in the lines before; keep each domain in files of its own"),
-            (["--compat", "--similarity", "pixels"], "--compat does nothing for a page; leave it out")):
-        assert line in refused(5, f"a={pages}", *flags, "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_pages_that_cannot_be_rendered_are_counted(tmp_path, monkeypatch):
-    drawn = {"<p>good": "good.png", TASKS[0]["ground_truth"]: "reference.png"}
-
-    async def render(self, page, **options):
-        self.images.mkdir(parents=True, exist_ok=True)
-        image = picture(self.images / drawn[page]) if page in drawn else None
-        return Render(image, None, {"<p>bad": "time limit", "<p>good": "cut"}.get(page))
-    monkeypatch.setattr(Browser, "render", render)
-    path = answered(tmp_path / "a.jsonl", (0, "<p>good"), (0, "<p>bad"), (0, ""), (1, "<p>good"))
-    printed, metrics, html = evaluate(tmp_path, f"a={path}", "--similarity", "pixels")
-    metrics = metrics["a"]
-    assert (metrics["failed_renders"], metrics["failed_references"], metrics["no_page"]) == (1, 1, 0.25)
-    assert metrics["faults"] == {"cut": 2, "time limit": 1}
-    rewards = [row["reward"] for row in read(tmp_path / "out" / "scored" / "a.jsonl")]
+    assert (odd["failed_renders"], odd["failed_references"], odd["no_page"]) == (1, 1, 0.25)
+    assert odd["faults"] == {"not drawn: the page replaced itself": 1}
+    rewards = [row["reward"] for row in rows["odd"]]
     assert rewards[0] == 1 and rewards[1] == rewards[2] < 0.1 and rewards[3] == 0
-    assert "a: the references of 1 tasks cannot be rendered; no answer is like them" in printed
+    assert "odd: the references of 1 tasks cannot be rendered; no answer is like them" in printed
     assert ">not rendered<" in html
+
+
+def test_metrics_of_pages_by_clip(clip, tmp_path):
+    rows = answered((0, page("white")), (1, page("green")), similarity=f"clip:{clip}")
+    call(5, *written(tmp_path, {"judge": rows}), "--clip-model", clip)
+    metrics, html, _ = report_of(tmp_path)
+    rewards = [row["reward"] for row in read(tmp_path / "report" / "scored" / "judge.jsonl")]
+    assert metrics["judge"]["cosine_similarity"] == pytest.approx(sum(rewards) / 2)
+    assert metrics["judge"]["similarity"] == f"clip:{clip}" and ">cosine similarity<" in html
+    assert f"similarity of screenshots: clip:{clip}" in html

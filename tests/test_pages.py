@@ -11,11 +11,11 @@ import pytest
 from colbench import frontend, make_tasks
 from colbench.browser import Browser
 from colbench.similarity import PageScorer
-from conftest import call, read, refused, ROOT, succeed, turns, write
+from conftest import call, read, refused, ROOT, succeed, trajectory, turns, write
 
 BASE = "models/tiny_pages"
 PAGES = ROOT / "tests" / "pages"
-BLUE, NAVY, GOLD, RED = [0, 0, 255], [0, 0, 128], [255, 215, 0], [255, 0, 0]
+BLUE, GOLD, RED = [0, 0, 255], [255, 215, 0], [255, 0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def codes_of(task):
 
 # --- template tasks
 
-def test_a_task_is_its_template_with_its_codes(tasks):
+def test_a_task_is_its_template_with_its_codes_and_the_idea_leaves_out_what_is_not_told(tasks):
     for task in tasks["train"]:
-        page, codes = task["ground_truth"], codes_of(task)
+        page, idea, codes = task["ground_truth"], task["problem_description"], codes_of(task)
         assert task["template"].format(**codes) == page == frontend.page_of(page) and frontend.owns(task)
         assert task.keys() == {"task_id", "problem_description", "ground_truth", "family", "template", "slots"}
         for slot in task["slots"]:
@@ -39,17 +39,13 @@ def test_a_task_is_its_template_with_its_codes(tasks):
             assert len({*slot["guesses"]}) == len(slot["guesses"]) == len(slot["names"]) >= 3
         assert frontend.page_values(task, f"Look:\n{page}\nDo you like it?") == codes
         assert len(re.findall(r"\w+|(?:(?!(?<=\w) (?=\w))\W)+", page)) <= 160        # the tokens of 04's tiny model
+        told = frontend.asked_values(task, idea)
+        assert told == {slot["slot"]: slot["code"] for slot in task["slots"] if slot["told"]}
+        assert len(told) <= 2 and "\n" not in idea
     assert frontend.page_values(task, "Could you tell me more?") is None
+    assert 0.15 < sum(any(s["told"] for s in task["slots"]) for task in tasks["train"]) / 60 < 0.45
     train, test = ({task["ground_truth"] for task in tasks[split]} for split in ("train", "test"))
     assert len(train) == len(test) == 60 and not train & test
-
-
-def test_the_idea_leaves_out_what_is_not_told(tasks):
-    for task in tasks["train"]:
-        told = frontend.asked_values(task, task["problem_description"])
-        assert told == {slot["slot"]: slot["code"] for slot in task["slots"] if slot["told"]}
-        assert len(told) <= 2 and "\n" not in task["problem_description"]
-    assert 0.15 < sum(any(s["told"] for s in task["slots"]) for task in tasks["train"]) / 60 < 0.45
     [none], [task] = (make_tasks(frontend, 1, 0, "all", told) for told in ("none", "all"))
     assert frontend.asked_values(none, none["problem_description"]) == {}
     assert len(frontend.asked_values(task, task["problem_description"])) == 10
@@ -64,16 +60,13 @@ def test_the_idea_leaves_out_what_is_not_told(tasks):
 # --- pages in what models write
 
 GIVEN = json.loads((PAGES / "pages.json").read_text())
-TURNS = [*GIVEN["turns"], ["<div><p>" * 100_000, None]]                    # the last once took hours
 
 
-@pytest.mark.parametrize("text, page", TURNS, ids=range(len(TURNS)))
-def test_the_page_in_what_models_write(text, page):
+def test_the_page_in_what_models_write():
     """None: a question that names a tag, or compares, is no page."""
-    assert frontend.page_of(text.replace("{page}", GIVEN["page"])) == (page and page.replace("{page}", GIVEN["page"]))
-
-
-def test_what_is_shown_and_the_last_page():
+    for text, page in [*GIVEN["turns"], ["<div><p>" * 100_000, None]]:              # the last once took hours
+        expected = page and page.replace("{page}", GIVEN["page"])
+        assert frontend.page_of(text.replace("{page}", GIVEN["page"])) == expected, text[:200]
     assert frontend.shown("I think.\nOUTPUT:\n<p>x</p>") == "<p>x</p>"
     history = turns("<p>user</p>", "<p>1</p>", "?", "What else?")
     assert frontend.last_page(history) == "<p>1</p>" and frontend.last_page(history[:1]) is None
@@ -96,7 +89,6 @@ def replies(wanted, shown):
 
 @pytest.mark.parametrize("wanted, shown, sentence", [
     (dict(header=[BLUE, 0.2]), {}, "Please make the header blue."),
-    ({"card columns": [3, 0.3]}, {}, "Please put the cards in three columns."),
     ({"card columns": [1, 0.3]}, {}, "I want the cards in one column."),
     ({}, NO_SIDEBAR, "I miss the sidebar: it should be on the left."),
     (NO_SIDEBAR, {}, "It should have no sidebar."), (dict(pictures=[1, 0.1]), {}, "Please show one picture."),
@@ -172,23 +164,7 @@ def test_turns_of_the_designer(tasks):
 
 # --- a real browser
 
-@pytest.fixture(scope="module")
-def browse(tmp_path_factory):
-    """renders([HTML, …]) with pictures and specs."""
-    browser = Browser(tmp_path_factory.mktemp("images"))
-
-    async def all_of(pages):
-        return await asyncio.gather(*(browser.render(page, read=frontend.LOOK) for page in pages))
-    yield lambda pages: asyncio.run(all_of(pages))
-    browser.close()
-
-
-def picture(render):
-    from PIL import Image
-    return Image.open(render.image).convert("RGB")
-
-
-def test_every_slot_shows_and_is_named(tasks, browse):
+def test_every_slot_shows_and_is_named_and_a_page_in_another_style_is_read(tasks, tmp_path):
     """Each slot alone, with another value: another picture, and the simulator names the slot and its right value, and
     the designer understands it. One family with two values of all slots; of the others, which differ from it in texts
     and a navigation, one value of two slots."""
@@ -199,24 +175,29 @@ def test_every_slot_shows_and_is_named(tasks, browse):
             for code in (slot["guesses"][1], slot["guesses"][-1])[:2 if name == "bakery" else 1]:
                 cases.append((task, slot, code, task["template"].format(**{**codes_of(task), slot["slot"]: code})))
         wanted[task["task_id"]] = task["ground_truth"]
-    renders = browse([*wanted.values(), *(page for *_, page in cases)])
+    pages = ["<p></p>", (PAGES / "other.html").read_text(), *wanted.values(), *(page for *_, page in cases)]
+    browser = Browser(tmp_path)
+
+    async def render_all():
+        return await asyncio.gather(*(browser.render(page, read=frontend.LOOK) for page in pages))
+    empty, other, *renders = asyncio.run(render_all())
+    browser.close()
     references = dict(zip(wanted, renders))
+    picture = pytest.importorskip("PIL.Image").open
     for (task, slot, code, _), render in zip(cases, renders[len(wanted):]):
         reference = references[task["task_id"]]
-        assert picture(reference).tobytes() != picture(render).tobytes(), (slot["slot"], code)
+        assert picture(reference.image).tobytes() != picture(render.image).tobytes(), (slot["slot"], code)
         for reply in replies(reference.spec, render.spec):
             assert frontend.asked_values(task, reply) == {slot["slot"]: slot["code"]}, reply
         for reply in replies(render.spec, reference.spec):
             assert frontend.asked_values(task, reply) == {slot["slot"]: code}, reply
 
-
-def test_a_page_in_another_style_is_read(browse):
-    empty, other = (render.spec for render in browse(["<p></p>", (PAGES / "other.html").read_text()]))
-    assert {aspect: value for aspect, (value, _) in other.items()} == GIVEN["other.html"]
-    assert empty.keys() == other.keys() and empty["background"] == [[255, 255, 255], 1]
-    assert all(0 <= area <= 1 for _, area in other.values()) and 0.05 < other["header"][1] < 0.2
-    assert all(value is None for aspect, (value, _) in empty.items() if aspect != "background")
-    assert frontend.page_reply(other, empty, random.Random(3)) != frontend.page_reply(other, None, random.Random(3))
+    assert {aspect: value for aspect, (value, _) in other.spec.items()} == GIVEN["other.html"]
+    assert empty.spec.keys() == other.spec.keys() and empty.spec["background"] == [[255, 255, 255], 1]
+    assert all(0 <= area <= 1 for _, area in other.spec.values()) and 0.05 < other.spec["header"][1] < 0.2
+    assert all(value is None for aspect, (value, _) in empty.spec.items() if aspect != "background")
+    rng = random.Random
+    assert frontend.page_reply(other.spec, empty.spec, rng(3)) != frontend.page_reply(other.spec, None, rng(3))
 
 
 # --- the stages
@@ -253,10 +234,6 @@ def test_dialogues_end_after_the_last_round_with_the_last_page(pages):
 def test_critic_and_policies(pages):
     flags = ["--trajectories", pages / "offline.jsonl", "--model", BASE, "--max-steps", 1]
     critic = call(3, *flags, "--out", pages / "critic")
-    rows = read(pages / "offline.jsonl")
-    gaps = [a["reward"] - b["reward"] for a in rows for b in rows if a["task_id"] == b["task_id"]]
-    trained, held_out = (int(critic.split(mark)[0].split()[-1]) for mark in (" trajectory pairs", " pairs of other"))
-    assert trained + held_out == sum(gap >= 0.1 for gap in gaps)
     assert "The page that this person needs is the following.\n<style>" in critic
     call(4, "--method", "sweet", *flags, "--critic", pages / "critic", "--data-frac", 0.05, "--num-candidates", 2,
          "--max-new-tokens", 220, "--out", pages / "sweet")
@@ -283,15 +260,17 @@ def test_a_simulator_on_a_server_sees_both_pages(pages, tmp_path, serve):
 
 
 def test_bad_input(pages, tmp_path):
-    """In one line. test_page_scorer.py has a file of two domains and missing weights, test_browser.py no browser."""
-    task = read(pages / "tasks.jsonl")[0]
+    """In one line. test_page_scorer.py has missing weights, test_browser.py no browser."""
+    task, out = read(pages / "tasks.jsonl")[0], ["--similarity", "pixels", "--out", tmp_path / "out"]
     del task["slots"]
-    plain = ["--tasks", write(tmp_path / "plain.jsonl", [task]), "--agent", "script", "--similarity", "pixels"]
-    model = ["--tasks", pages / "tasks.jsonl", "--agent", BASE, "--similarity", "pixels"]
-    for flags, line in ((plain, 'plain.jsonl:1: missing "slots"'),
-                        ([*model, "--best-of", 2, "--critic", f"judge:{BASE}"],
-                         "judge: cannot compare messages about pages")):
-        assert line in refused(2, *flags, "--out", tmp_path / "o.jsonl")
-    assert not (tmp_path / "o.jsonl").exists()
+    plain, code = write(tmp_path / "plain.jsonl", [task]), write(tmp_path / "c.jsonl", [trajectory("t", "", reward=0)])
+    assert 'plain.jsonl:1: missing "slots"' in refused(2, "--tasks", plain, "--agent", "script", *out)
+    assert "judge: cannot compare messages about pages" in refused(
+        2, "--tasks", pages / "tasks.jsonl", "--agent", BASE, "--best-of", 2, "--critic", f"judge:{BASE}", *out)
     assert refused(1, "--check", pages / "tasks.jsonl") == (
         f"{pages / 'tasks.jsonl'}: --check knows nothing to check about pages, which have no tests")
+    own = f"a={pages / 'offline.jsonl'}"
+    assert refused(5, own, f"b={code}", *out).startswith(
+        "b: a task of another domain (functions) than in the lines before; keep each domain in files of its own")
+    assert refused(5, own, "--compat", *out) == "--compat does nothing for a page; leave it out"
+    assert not (tmp_path / "out").exists()

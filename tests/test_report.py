@@ -1,5 +1,5 @@
-"""lib/report/: numbers of curves, tables and turn advantages by hand; the data of the page, which stays small; rows of
-05 --export messages. test_report_page.py opens pages."""
+"""lib/report/: numbers of curves and turn advantages by hand; the data of the page, which stays small; rows of 05 --export
+messages. test_report_page.py opens pages."""
 import collections
 import json
 import math
@@ -10,26 +10,16 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 from matplotlib import rc_context
+from test_report_page import write as write_page
 
 from colbench import backend
-from conftest import stage, write
+from conftest import FUNCTION, stage, turns, write
 from lib.report import page as report
 from lib.report import plots
 from lib.report.export import as_messages
-from lib.report.page import page_data, write_report
+from lib.report.page import page_data
 from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
-from lib.statistics import aligned, interval, measure_turns
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def test_tables_by_hand():
-    assert aligned(["", "n", "95 %"], [["base", "7", "[0, 1]"], ["a long name", "1,200", ""]]) == [
-        "                 n    95 %",
-        "base             7  [0, 1]",
-        "a long name  1,200"]
-    assert aligned(["x"], []) == ["x"]
-    assert interval([0.1234, 0.5]) == "[0.123, 0.500]" and interval([-0.25, 0.5], "+") == "[-0.250, +0.500]"
+from lib.statistics import measure_turns
 
 
 def test_training_curves_are_smoothed_by_hand():
@@ -41,19 +31,19 @@ def test_training_curves_are_smoothed_by_hand():
     assert points([0, 2] * 20) == [list(range(1, 40)), [1] * 39]     # the mean of two
 
 
-def point(rate, low, high):
-    return {"success_rate": rate, "ci95": [low, high]}
+HOSTILE = """</script><script>alert(1)</script><img src=x onerror='alert(2)'>"&amp;$\\frac$\u2028"""
 
 
-CURVES = {"sweet": {1: point(0.25, 0.2, 0.3), 2: point(0.3, 0.25, 0.35), 16: point(0.45, 0.38, 0.5)},
-          "no <c>": {2: point(0.3, 0.25, 0.35)}}
-
-
-def test_curves_have_labels_points_and_error_bars_in_colours_that_colour_blind_people_can_tell_apart():
+def test_plots_have_labels_points_and_error_bars_in_colours_that_colour_blind_people_can_tell_apart():
+    """In a page they take its colour and have ids of their own."""
+    def point(rate, low, high):
+        return {"success_rate": rate, "ci95": [low, high]}
+    curves = {"sweet": {1: point(0.25, 0.2, 0.3), 2: point(0.3, 0.25, 0.35), 16: point(0.45, 0.38, 0.5)},
+              "no <c>": {2: point(0.3, 0.25, 0.35)}}
     with rc_context(plots.STYLE):
-        curve = plots.curve_figure(CURVES, "success_rate", "N")
+        curve = plots.curve_figure(curves, "success_rate", "N")
         svg = plots.as_svg(curve, "curve")
-    texts = [text.text for text in ElementTree.fromstring(svg).iter(SVG + "text")]
+    texts = [text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
     assert texts[:4] == ["1", "2", "16", "N"] and texts[-3:] == ["success rate", "sweet", "no <c>"]
     [axes] = curve.axes
     points = [line.get_xydata().round(4).tolist() for line, _, _ in axes.containers]
@@ -63,16 +53,13 @@ def test_curves_have_labels_points_and_error_bars_in_colours_that_colour_blind_p
     assert [line.get_color() for line, _, _ in axes.containers] == ["#0072B2", "#D55E00"]
     assert len(set(plots.COLOURS)) == 6
 
-
-HOSTILE = """</script><script>alert(1)</script><img src=x onerror='alert(2)'>"&amp;$\\frac$\u2028"""
-
-
-def write_page(folder, data, **variables):
-    """write_report with little but the data; returns the data of the page."""
-    values = {"metrics": {}, "metric": "success_rate", "metric_heading": "m", "headings": [], "rows": [], "notes": [],
-              "tables": {}, "plots": [], "advantages": None, "forms": {}} | variables
-    write_report(folder / "r.html", data, folder / "images", **values)
-    return data_of(folder / "r.html")
+    plot = plots.report_plots("success_rate", curves, {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]})
+    both = "".join(svg for _, svg, _ in plot)
+    assert len(plot) == 2 and ElementTree.fromstring(f"<p>{both}</p>") is not None
+    ids = re.findall(r' id="([^"]*)"', both)
+    assert len(ids) == len(set(ids)) and set(re.findall(r'(?:href="|url\()#([\w-]+)', both)) <= set(ids)
+    assert set(re.findall("#[0-9a-f]{6}", both)) <= {colour.lower() for colour in plots.COLOURS}
+    assert both.count("currentColor") > 2
 
 
 def data_of(path):
@@ -82,36 +69,23 @@ def data_of(path):
     return json.loads(re.search('id="data">([^<>&\u2028]*)</script>', page)[1], parse_constant=pytest.fail)
 
 
-def test_plots_take_the_page_s_colour_and_have_ids_of_their_own():
-    plot = plots.report_plots("success_rate", CURVES, {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]})
-    both = "".join(svg for _, svg, _ in plot)
-    assert len(plot) == 2 and ElementTree.fromstring(f"<p>{both}</p>") is not None
-    ids = re.findall(r' id="([^"]*)"', both)
-    assert len(ids) == len(set(ids)) and set(re.findall(r'(?:href="|url\()#([\w-]+)', both)) <= set(ids)
-    assert set(re.findall("#[0-9a-f]{6}", both)) <= {colour.lower() for colour in plots.COLOURS}
-    assert both.count("currentColor") > 2
-
-
 def test_screenshots_of_this_run_are_in_the_page(tmp_path, monkeypatch):
-    (tmp_path / "images").mkdir()
-    pytest.importorskip("PIL.Image").new("RGB", (400, 4000), "red").save(tmp_path / "images" / "a.png")
+    pytest.importorskip("PIL.Image").new("RGB", (400, 4000), "red").save(tmp_path / "a.png")
     row = made_row("t") | {"image": "../images/a.png", "reference_image": "../images/a.png", "render_fault": "slow"}
     row["dialogue_history"][1]["render_fault"] = HOSTILE
-    assert write_page(tmp_path, page_data({"m": [row]}, backend, {}))["images"] == {}        # a file's own keys
+    assert data_of(write_page(tmp_path / "r.html", page_data({"m": [row]}, backend, {})))["images"] == {}
     monkeypatch.setattr(backend, "SCORE_KEYS", (*backend.SCORE_KEYS, "image"))               # as of a domain that draws
-    data = write_page(tmp_path, page_data({"m": [row]}, backend, {}))
-    [name] = data["images"]
-    assert name == data["tasks"][0]["image"] == data["dialogues"][0]["image"]
-    url = data["images"][name]
+    data = data_of(write_page(tmp_path / "r.html", page_data({"m": [row]}, backend, {})))
+    [[name, url]], [task], [dialogue] = data["images"].items(), data["tasks"], data["dialogues"]
+    assert name == task["image"] == dialogue["image"]
     assert url.startswith("data:image/jpeg;base64,") and len(url) < report.IMAGE_BYTES
-    assert data["dialogues"][0]["fault"] == "slow" and data["dialogues"][0]["turns"][1]["fault"] == HOSTILE
+    assert dialogue["fault"] == "slow" and dialogue["turns"][1]["fault"] == HOSTILE
 
 
 def test_turn_advantages_by_hand():
     task = {"facts": [{"topic": "the size", "questions": (), "replies": ("It is 2.",), "told": False, "matters": True}],
             "ground_truth": "def f(): return 2"}
-    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "What is the size?"},
-               {"role": "user", "content": "It is 2."}, {"role": "assistant", "content": "Really?"}]
+    history = turns("?", "What is the size?", "It is 2.", "Really?")
     assert backend.facts(task, history[:1]) == [("It is 2.", False)]
     assert backend.facts(task, history) == [("It is 2.", True)]
     rows = [{"task": task, "dialogue_history": history, "reward": 1, "advantages": own}
@@ -126,58 +100,56 @@ def test_turn_advantages_by_hand():
     assert list(many["by_round"]) == list(map(str, range(1, 13))) and many["by_kind"] == {}
 
 
-def test_kinds_of_candidates_by_hand():
+def test_candidates_get_their_pairs_and_kinds_by_hand(tmp_path):
+    """Pairs by the ids of the candidates, of equal ones the first."""
     domain = types.SimpleNamespace(turn_kind=lambda task, history, text: text[0], shown=lambda message: message,
                                    all_known=lambda task, history: bool(history))
-    candidates = [{"text": text, "chosen": chosen, "rejected": rejected} for text, chosen, rejected in (
-        ("a1", 2, 0), ("<think>b</think>a2", 0, 1), ("b", 0, 1))]
-    states = [{"task": {}, "history": [], "candidates": candidates, "advantages": [3, 2, 2]},
-              {"task": {}, "history": ["x"], "candidates": [{**candidates[2], "rejected": 0}], "advantages": [0.5]}]
+    candidates = [{"text": "a1", "ids": [1]}, {"text": "<think>b</think>a2", "ids": [2]}, {"text": "b", "ids": [2]}]
+    first = {"task_id": "x", "sample": 0, "turn": 0, "task": {}, "history": [], "candidates": candidates,
+             "advantages": [3, 2, 2]}
+    second = first | {"turn": 1, "history": ["x"], "candidates": candidates[2:], "advantages": [0.5]}
+    write(tmp_path / "scored.jsonl", [first, second])
+    write(tmp_path / "pairs.jsonl", 2 * [first | {"chosen": {"ids": [2]}, "rejected": {"ids": [1]}}])
+    states = read_states(tmp_path)
+    assert [(one["chosen"], one["rejected"]) for one in states[0]["candidates"]] == [(0, 2), (2, 0), (0, 0)]
+    states[0]["candidates"][2]["rejected"] = 1
     assert kind_lines(states, domain) == [
         "what the pairs say     candidates  rank  chosen  rejected",
-        "not all known       a           2  0.62       2         1",
+        "not all known       a           2  0.62       2         2",
         "not all known       b           1  0.25       0         1",
         "all known           b           1  0.00       0         0"]
-    assert [candidate["kind"] for candidate in candidates] == ["a", "a", "b"]
+    assert [candidate["kind"] for candidate in states[0]["candidates"]] == ["a", "a", "b"]
     domain.turn_kind = lambda task, history, text: None
     assert kind_lines(states, domain) == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 05 on hostile files
-
-TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n", "test_cases": {"a": "f(1)"}}
-
+# --- 05 on hostile files
 
 def made_row(task_id, length=3):
     """A scored row, whose first agent turn has so many characters."""
-    row = {"task_id": task_id, "sample": 0, "task": dict(TASK), "answer": "", "reward": 0.0, "dialogue_history": [
-        {"role": "user", "content": "?"}, {"role": "assistant", "content": "z" * length},
-        {"role": "user", "content": "!"}, {"role": "assistant", "content": "So."}]}
+    row = {"task_id": task_id, "sample": 0, "task": dict(FUNCTION), "answer": "", "reward": 0.0,
+           "dialogue_history": turns("?", "z" * length, "!", "So.")}
     measure_turns([row], backend)
     return row
 
 
-def hostile_rows():
-    """Rows whose keys are not 05's own, and with texts and names that are markup, very long or no text."""
-    rows = [made_row(task_id) for task_id in ("x", HOSTILE, "\ud800", "a\0b\x1b[31m", "y", "z")]
-    rows[0] |= {"failed": [{"call": HOSTILE}], "kinds": [HOSTILE], "known": HOSTILE, "sample": -1,
-                "answer": HOSTILE}
-    for row, family in zip(rows, (HOSTILE, "f" * 10 ** 6, "__proto__", 7)):
-        row["task"]["family"] = family
-    for row, request, said in ((rows[4], "long " * 10 ** 5, "\0\x1b\u202e\ud800"),
-                               (rows[5], "</script><!--<script>", "y" * 10 ** 6)):
-        row["task"]["problem_description"] = request
-        row["dialogue_history"][1] |= {"content": said, "render_fault": HOSTILE}
-    return rows
-
-
 def test_05_makes_a_page_of_hostile_fields_and_makes_it_anew_as_it_was(tmp_path, monkeypatch):
+    """Keys that are not 05's own; texts and names that are markup, very long or no text."""
     async def score(self, pairs, explain=False):
         return [{"reward": 0.0, "tests": [False], "faults": ["wrong value"], "failed": [
             {"call": answer, "expected": answer, "got": None, "said": answer}]} for _, answer in pairs]
     monkeypatch.setattr(backend.Environment, "score", score)
-    write(tmp_path / "a.jsonl", hostile_rows())
+    rows = []
+    for task_id, family, request, said in (
+            ("x", HOSTILE, "?", "z"), (HOSTILE, "f" * 10 ** 6, "?", "z"), ("\ud800", "__proto__", "?", "z"),
+            ("a\0b\x1b[31m", 7, "?", "z"), ("y", "", "long " * 10 ** 5, "\0\x1b\u202e\ud800"),
+            ("z", "", "</script><!--<script>", "y" * 10 ** 6)):
+        row = made_row(task_id)
+        row["task"] |= {"family": family, "problem_description": request}
+        row["dialogue_history"][1] |= {"content": said, "render_fault": HOSTILE}
+        rows.append(row)
+    rows[0] |= {"failed": [{"call": HOSTILE}], "kinds": [HOSTILE], "known": HOSTILE, "sample": -1, "answer": HOSTILE}
+    write(tmp_path / "a.jsonl", rows)
     path, flags = tmp_path / "out" / "report.html", [f"a={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")]
     stage(5).main(flags)
     page, data = path.read_text(encoding="utf-8"), data_of(path)
@@ -191,42 +163,20 @@ def test_05_makes_a_page_of_hostile_fields_and_makes_it_anew_as_it_was(tmp_path,
     assert path.read_text(encoding="utf-8") == page
 
 
-def test_an_advantage_that_no_browser_reads_is_left_out(tmp_path):
-    row = made_row("x") | {"advantages": [math.nan, 0.5]}
-    [dialogue] = write_page(tmp_path, page_data({"a": [row]}, backend, {}))["dialogues"]
-    assert [turn.get("advantage") for turn in dialogue["turns"]] == [None, None, None, 0.5]
-
-
-STATE = {"task_id": "x", "sample": 0, "turn": 0, "task": TASK, "history": [{"role": "user", "content": "?"}],
-         "candidates": [{"text": "a", "ids": [1], "ended": True}], "advantages": [0.5]}
-
-
-def test_states_get_their_pairs(tmp_path):
-    """By the ids of the candidates, of equal ones the first."""
-    candidates = [{"text": "a", "ids": [number], "ended": True} for number in (1, 2, 2)]
-    write(tmp_path / "scored.jsonl", [STATE | {"candidates": candidates}])
-    write(tmp_path / "pairs.jsonl", 2 * [STATE | {"chosen": {"ids": [2]}, "rejected": {"ids": [1]}}])
-    [state] = read_states(tmp_path)
-    assert [(one["chosen"], one["rejected"]) for one in state["candidates"]] == [(0, 2), (2, 0), (0, 0)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# a page that would be too large
+# --- a page that would be too large
 
 MANY, FEW = [f"t{i}" for i in range(60)], [f"few{i}" for i in range(5)]
-
-
-def shown_of(files):
-    """The page's data of {name: ids of tasks}, and how many dialogues of each method and task are in them."""
-    rows = {name: [made_row(task_id, length=300) for task_id in task_ids] for name, task_ids in files.items()}
-    data = page_data(rows, backend, {})
-    shown = [(data["methods"][one["m"]], data["tasks"][one["t"]]["id"]) for one in data["dialogues"]]
-    return data, collections.Counter(shown)
 
 
 @pytest.mark.parametrize("files", [
     {"a": MANY, "b": MANY[::-1], "c": MANY}, {"a": MANY, "b": FEW}, {"a": MANY[:20] * 4, "b": MANY[:20] * 4}])
 def test_what_does_not_fit_is_left_out_by_whole_tasks(monkeypatch, files):
+    def shown_of(files):
+        """The page's data of {name: ids of tasks}, and how many dialogues of each method and task are in them."""
+        rows = {name: [made_row(task_id, length=300) for task_id in task_ids] for name, task_ids in files.items()}
+        data = page_data(rows, backend, {})
+        shown = [(data["methods"][one["m"]], data["tasks"][one["t"]]["id"]) for one in data["dialogues"]]
+        return data, collections.Counter(shown)
     monkeypatch.setattr(report, "MAX_BYTES", 40_000)
     data, shown = shown_of(files)
     tasks = {task for _, task in shown}
@@ -239,26 +189,26 @@ def test_what_does_not_fit_is_left_out_by_whole_tasks(monkeypatch, files):
     assert shown_of({name: task_ids[::-1] for name, task_ids in files.items()})[1] == shown
 
 
-def test_long_texts_are_cut_and_many_states_thinned_out(monkeypatch):
-    row = made_row("t", length=report.MAX_TEXT + 1_000)
+def test_long_texts_are_cut_many_states_thinned_out_and_numbers_left_out_that_no_browser_reads():
+    row = made_row("t", length=report.MAX_TEXT + 1_000) | {"advantages": [math.nan, 0.5]}
     candidate = {"text": "x", "ids": [1], "ended": True, "kind": None, "chosen": 0, "rejected": 0}
-    states = [{**STATE, "task_id": f"t{number}", "candidates": [candidate]} for number in range(250)]
+    states = [{"task_id": f"t{number}", "sample": 0, "task": FUNCTION, "history": turns("?"), "advantages": [0.5],
+               "candidates": [candidate]} for number in range(250)]
     data = page_data({"m": [row]}, backend, {}, states)
-    assert data["dialogues"][0]["turns"][1]["text"] == "z" * report.MAX_TEXT + " … [1,000 more characters]"
+    shown_turns = data["dialogues"][0]["turns"]
+    assert shown_turns[1]["text"] == "z" * report.MAX_TEXT + " … [1,000 more characters]"
+    assert [turn.get("advantage") for turn in shown_turns] == [None, None, None, 0.5]
     shown = [data["tasks"][state["t"]]["id"] for state in data["states"]]
     assert shown == [f"t{number}" for number in range(0, 250, 3)] and data["left_out"] is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 05 --export messages
+# --- 05 --export messages
 
 def test_advantages_go_with_the_turns():
     trajectory = {"task_id": "x", "run": 2, "sample": 1, "reward": 1, "kinds": ["needed"], "advantages": [0.5],
-                  "dialogue_history": [{"role": "user", "content": "?"},
-                                       {"role": "assistant", "content": "a", "truncated": True},
-                                       {"role": "user", "content": "b"}]}
-    row = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "?"},
-                        {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
+                  "dialogue_history": turns("?", "a", "b")}
+    trajectory["dialogue_history"][1]["truncated"] = True
+    row = {"messages": [{"role": "system", "content": "s"}, *turns("?", "a", "b")],
            "method": "n", "task_id": "x", "run": 2, "sample": 1, "reward": 1.0, "advantage": 0.5, "advantages": [0.5],
            "kinds": ["needed"]}
     assert as_messages("n", trajectory, "s") == row

@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+from markupsafe import Markup
 
 from colbench.browser import BROWSERS
 from conftest import ROOT
@@ -13,43 +14,42 @@ from lib.report import page as report
 from lib.report.plots import report_plots
 
 FOLDER = ROOT / "lib" / "report"
-FACTS = {"game": ("point factor", "life bonus", "loss penalty"), "shipping": ("base price", "price per kilogram"),
-         "grades": ("pass mark", "bonus limit", "rounding", "top grade")}
-KINDS = ["needed", "repeat", "idle", "vague", "right answer", "wrong answer"]
+KINDS = ["needed", "repeat", "idle", "vague"]
 FORMS = {"advantages": ["out/critic: scores are p"], "candidates": ["out/critic: scores are q", "They do not compare."]}
 
 
 def make_task(rng, number):
-    family = rng.choice(list(FACTS))
-    facts = [f"{name} = {rng.randint(2, 40)}" for name in FACTS[family]]
+    family, facts = rng.choice(["game", "shipping", "grades"]), []
+    for name in ("base price", "life bonus", "pass mark"):
+        facts.append(f"{name} = {rng.randint(2, 40)}")
     return {"id": f"{number:06x}", "family": family, "request": f"A function for {family}, please.\ndef f(x):",
-            "reference": "def f(x):\n    return " + " + ".join(fact.split()[-1] for fact in facts), "facts": facts}
+            "reference": f"def f(x):\n    return {number}", "facts": facts}
 
 
 def make_dialogue(rng, m, t, task):
     """One dialogue: asks for the facts, with detours, then answers."""
     turns, num_known, right = [{"who": "user", "text": task["request"]}], 0, rng.random() < 0.5
     for _ in range(rng.randint(1, 7)):
-        turn = {"who": "agent", "text": "Can you tell me more?", "kind": rng.choice([*KINDS[:4], "needed"])}
+        turn = {"who": "agent", "text": "Can you tell me more?", "kind": rng.choice([*KINDS, "needed"])}
         reply = {"who": "user", "text": "That does not matter.", "leak": "code" if rng.random() < 0.05 else None}
-        if turn["kind"] == "needed" and num_known < len(task["facts"]):
+        if turn["kind"] == "needed" and num_known < 3:
             reply |= {"text": f"In our company {task['facts'][num_known]}.", "learned": [num_known]}
             num_known += 1
         turns += [turn, reply]
-    answer = task["reference"] if right else "def f(x):\n    return x"
-    turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}", "kind": KINDS[4 if right else 5]})
+    answer, kind = (task["reference"], "right answer") if right else ("def f(x): return x", "wrong answer")
+    turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}", "kind": kind})
     for turn in turns[1::2]:
         turn |= {"tokens": rng.randint(7, 90), "advantage": round(rng.gauss(0, 0.3), 4), "cut": rng.random() < 0.05}
     failed = [{"call": "f(0)", "expected": "1", "said": "time"}, {"call": "f(1)", "expected": "1", "got": "2"}]
     return {"m": m, "t": t, "run": 0, "sample": 0, "reward": 1.0 if right else round(rng.randint(0, 9) / 10, 1),
-            "rounds": len(turns) // 2, "known": num_known == len(task["facts"]), "answer": answer, "turns": turns,
-            "advantage": round(sum(turn["advantage"] for turn in turns[1::2]), 4), "failed": [] if right else failed}
+            "rounds": len(turns) // 2, "known": num_known == 3, "answer": answer, "turns": turns,
+            "advantage": sum(turn["advantage"] for turn in turns[1::2]), "failed": [] if right else failed}
 
 
 def make_state(rng, t, task):
     """A state of a training dialogue, with 8 candidates of which 2 are chosen and 2 rejected."""
     candidates = []
-    for rank, kind in enumerate(rng.choices(KINDS[:4], k=8)):
+    for rank, kind in enumerate(rng.choices(KINDS, k=8)):
         candidates.append({"text": f"What about {rng.choice(task['facts'])}?", "kind": kind, "ended": True, "tokens": 9,
                            "chosen": int(rank < 2), "rejected": int(rank > 5), "advantage": round(0.4 - rank / 10, 4)})
     rng.shuffle(candidates)
@@ -67,60 +67,39 @@ def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20):
             "states": states, "left_out": None}
 
 
-def make_pages(folder):
-    """Graded dialogues about three pages; screenshots of references and of the second method's answers in `folder`."""
-    from PIL import Image
-    data = make_data(0) | {"graded": True, "forms": {}}
-    html = "<!doctype html><h1>Shop</h1><script>document.title = 'ran'</script>"
-    for t in range(3):
-        for name in (f"r{t}.png", f"a{t}.png"):
-            Image.new("RGB", (320, 400), (90 * t, 60, 120)).save(folder / name)
-        data["tasks"].append({"id": f"p{t}", "request": f"A page for shop {t}", "reference": html,
-                              "image": f"../images/r{t}.png"})
-        for m, more in enumerate(({"fault": "no page"}, {"image": f"../images/a{t}.png"})):
-            data["dialogues"].append({
-                "m": m, "t": t, "run": 0, "sample": 0, "reward": 0.2 * t + 0.1 * m, "answer": html, **more,
-                "turns": [{"who": "user", "text": "?"}, {"who": "agent", "text": html, "fault": "slow"}]})
-    return data
+def without(data, *keys):
+    """Remove keys of tasks, of dialogues and of their turns."""
+    for row in [*data["tasks"], *data["dialogues"], *(turn for d in data["dialogues"] for turn in d["turns"])]:
+        for key in keys:
+            row.pop(key, None)
 
 
-def summary(n, **means):
-    """{kind or round: {"n", "mean"}}."""
-    return {label.strip("_"): {"n": n, "mean": mean} for label, mean in means.items()}
-
-
-ADVANTAGES = {"by_kind": summary(224, needed=0.303, idle=-0.1), "by_round": summary(1_460, _1=-0.0625)}
-OF_METHODS = {"base": {"by_kind": summary(112, needed=0.357, idle=-0.1), "by_round": summary(730, _1=0.125)},
-              "sweet": {"by_kind": summary(112, needed=0.25), "by_round": summary(730, _1=-0.25)}}
+NONE = {"by_kind": {}, "by_round": {}}
+ADVANTAGES = {"by_kind": {"needed": dict(n=224, mean=0.303), "idle": dict(n=224, mean=-0.1)},
+              "by_round": {"1": dict(n=1_460, mean=-0.0625)}}
+OF_METHODS = {"base": {"by_kind": {"needed": dict(n=112, mean=0.357)}, "by_round": {"1": dict(n=730, mean=0.125)}},
+              "sweet": {"by_kind": {"needed": dict(n=112, mean=0.25)}, "by_round": {"1": dict(n=730, mean=-0.25)}}}
 
 
 def write(path, data, **changes):
-    """Write the page of these data and return its path."""
-    metrics = {}
+    """Write the page of these data, whose screenshots are beside it, and return its path."""
+    metrics, rows = {}, []
     for m, name in enumerate(data["methods"]):
         wins = [d.get("reward") == 1 for d in data["dialogues"] if d["m"] == m]
         rate = sum(wins) / max(1, len(wins))
         metrics[name] = {"success_rate": rate, "ci95": [rate - 0.02, rate + 0.02],
-                         "turn_advantages": OF_METHODS.get(name, {"by_kind": {}, "by_round": {}})}
-    values = {"metrics": metrics, "metric": "success_rate", "metric_heading": "success",
-              "headings": ["success", "leaks"],
-              "rows": [[name, f"{method['success_rate']:.3f}", "224"] for name, method in metrics.items()],
-              "notes": ["one run"], "tables": {"Runs": "run  success"}, "plots": [], "forms": data["forms"],
-              "advantages": ADVANTAGES if data["forms"] else None}
+                         "turn_advantages": OF_METHODS.get(name, NONE)}
+        rows.append([name, f"{rate:.3f}", "224"])
+    values = {"metrics": metrics, "metric": "success_rate", "metric_heading": "success", "rows": rows,
+              "headings": ["success", "leaks"], "notes": ["one run"], "tables": {"Runs": "run  success"}, "plots": [],
+              "forms": data["forms"], "advantages": ADVANTAGES if data["forms"] else None}
     report.write_report(path, data, path.parent, **values | changes)
     return path
 
 
-def launch(driver):
-    """Headless Chromium; the system's where there is one."""
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    return driver.chromium.launch(executable_path=path, args=["--proxy-server=http://nothing.invalid:9"])
-
-
 DRAWN = """async () => {
-  const deadline = Date.now() + 60_000;
-  while (typeof drawn !== "undefined" && drawn !== location.hash) {
-    if (Date.now() > deadline) throw new Error("not drawn");
+  for (const end = Date.now() + 60_000; typeof drawn !== "undefined" && drawn !== location.hash;) {
+    if (Date.now() > end) throw new Error("not drawn");
     await new Promise(done => setTimeout(done, 10));
   }
 }"""
@@ -139,9 +118,9 @@ class Page:
         self.tab.on("dialog", lambda dialog: (self.faults.append(f"dialog {dialog.message}"), dialog.dismiss()))
 
         # a link's view is drawn by an event that follows the click: what is read afterwards must not come before it
-        for owner, names in ((self.tab, ("goto", "click", "go_back", "go_forward")), (self.tab.keyboard, ("press",))):
-            for name in names:
-                setattr(owner, name, self.drawn_after(getattr(owner, name)))
+        for name in ("goto", "click", "go_back", "go_forward"):
+            setattr(self.tab, name, self.drawn_after(getattr(self.tab, name)))
+        self.tab.keyboard.press = self.drawn_after(self.tab.keyboard.press)
         self.tab.goto(self.address)
 
     def drawn_after(self, act):
@@ -168,9 +147,11 @@ class Page:
 
 @pytest.fixture(scope="module")
 def browser():
+    """Headless Chromium; the system's where there is one."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -r scripts/frontend.txt")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
     with sync_api.sync_playwright() as driver:
-        browser = launch(driver)
+        browser = driver.chromium.launch(executable_path=path, args=["--proxy-server=http://nothing.invalid:9"])
         yield browser
         browser.close()
 
@@ -181,34 +162,25 @@ DIALOGUES = DATA["dialogues"]
 DIALOGUES.append(make_dialogue(random.Random(7), 2, 0, DATA["tasks"][0]) | {"sample": 1})
 
 
-def first(is_asked):
-    """The number of the first dialogue that is so."""
-    return next(number for number, d in enumerate(DIALOGUES) if is_asked(d))
-
-
 @pytest.fixture(scope="module")
-def small(browser, tmp_path_factory):
-    """The Page of DATA."""
+def at(browser, tmp_path_factory):
+    """A function that opens the page of DATA at an address, its switch off, and gives the tab."""
     page = Page(browser, write(tmp_path_factory.mktemp("page") / "report.html", DATA))
-    yield page
+
+    def at(fragment="#", anew=False):
+        page.tab.set_checked("#secrets", False)
+        return page.open(fragment, anew)
+    yield at
     page.close()
 
 
 @pytest.fixture
-def at(small):
-    """A function that opens the page of DATA at an address, and gives the tab."""
-    small.tab.set_checked("#secrets", False)
-    yield small.open
-    assert small.faults == []
-
-
-@pytest.fixture
 def page_of(browser, tmp_path):
-    """page_of(data, **changes): the Page of other data."""
+    """page_of(data, screen, **changes): the Page of other data, on a screen with these options."""
     pages = []
 
-    def page_of(data, **changes):
-        pages.append(Page(browser, write(tmp_path / "report.html", data, **changes)))
+    def page_of(data, screen=None, **changes):
+        pages.append(Page(browser, write(tmp_path / "report.html", data, **changes), **screen or {}))
         return pages[-1]
     yield page_of
     for page in pages:
@@ -228,20 +200,16 @@ def signed(value):
     return f"{value:+.3f}".replace("-", "\u2212")
 
 
-def words(text):
-    return " ".join(text.split())
-
-
 def table(tab, selector):
     """The cells of each row."""
-    return [list(map(words, row.split("\t"))) for row in shown(tab, f"{selector} tbody tr")]
+    return [[" ".join(cell.split()) for cell in row.split("\t")] for row in shown(tab, f"{selector} tbody tr")]
 
 
 def has(d, **keys):
     return any(turn.get(key) == value for turn in d["turns"] for key, value in keys.items())
 
 
-def test_first_screen_is_the_table_with_bars(at):
+def test_first_screen_is_the_table_with_bars_and_another_has_the_advantages(at):
     tab = at()
     assert shown(tab, ".results tbody th") == DATA["methods"]
     for m, bar in enumerate(tab.locator(".interval").all()):
@@ -254,12 +222,15 @@ def test_first_screen_is_the_table_with_bars(at):
     assert tab.locator(".results th[scope=col]").count() == 4
     assert "show the reference" in tab.get_attribute(".results th:has-text('leaks')", "title")
     assert shown(tab, ".legend") == []                              # where a pointer shows titles
+    assert table(at("#view=advantages"), "#advantages") == [
+        ["needed", "224", "+0.303", "+0.357 (112)", "–", "+0.250 (112)"],
+        ["idle", "224", "\u22120.100", "–", "–", "–"],
+        ["1", "1,460", "\u22120.062", "+0.125 (730)", "–", "\u22120.250 (730)"]]
+    assert FORMS["advantages"][0] in shown(tab, "#advantages .note")
 
 
 @pytest.mark.parametrize("fragment, keeps", [
-    ("m=sweet", lambda d: d["m"] == 2),
     ("reward=success", lambda d: d["reward"] == 1),
-    ("reward=failed", lambda d: d["reward"] < 1),
     ("family=game", lambda d: DATA["tasks"][d["t"]]["family"] == "game"),
     ("rounds=6", lambda d: d["rounds"] == 6),
     ("kind=right+answer", lambda d: has(d, kind="right answer")),
@@ -273,28 +244,10 @@ def test_filters_in_the_address(at, fragment, keeps):
     kept = [i for i, d in enumerate(DIALOGUES) if keeps(d)]
     assert shown(tab, "#counter") == [f"{len(kept)} of {3 * N + 1} dialogues"]
     assert numbers(tab) == kept
+    assert shown(tab, "#list tbody td:nth-child(3)") == [DATA["tasks"][DIALOGUES[i]["t"]]["id"] for i in kept]
 
 
-def test_a_long_list_has_pages(page_of):
-    tab = page_of(make_data(51)).open("#view=dialogues")
-    assert numbers(tab) == list(range(100))
-    tab.click("#page-on")
-    assert numbers(tab) == [100, 101] and "page=1" in tab.url
-
-
-def test_rows_have_their_task_and_can_be_downloaded(at):
-    tab = at("#view=dialogues&m=sweet&reward=failed")
-    kept = [d for d in DIALOGUES if d["m"] == 2 and d["reward"] < 1]
-    assert shown(tab, "#list tbody td:nth-child(3)") == [DATA["tasks"][d["t"]]["id"] for d in kept]
-    with tab.expect_download() as download:
-        tab.locator("#f-download").click()
-    assert download.value.suggested_filename == "dialogues.jsonl"
-    rows = [json.loads(line) for line in download.value.path().read_text().splitlines()]
-    assert [(row["method"], row["task"], row["turns"]) for row in rows] == [
-        ("sweet", DATA["tasks"][d["t"]], d["turns"]) for d in kept]
-
-
-def test_filters_by_hand_and_back(at):
+def test_filters_by_hand_back_and_a_download(at):
     tab, everything = at(anew=True), f"{3 * N + 1} of {3 * N + 1} dialogues"
     tab.click("nav >> text=Dialogues")
     tab.select_option("#f-m", "base")
@@ -302,6 +255,12 @@ def test_filters_by_hand_and_back(at):
     found = [i for i in range(N) if any("bonus" in turn["text"] for turn in DIALOGUES[i]["turns"])]
     assert numbers(tab) == found and 0 < len(found) < N
     assert tab.evaluate("document.activeElement.id") == "f-q" and tab.url.endswith("m=base&q=bonus")
+    with tab.expect_download() as download:
+        tab.locator("#f-download").click()
+    assert download.value.suggested_filename == "dialogues.jsonl"
+    rows = [json.loads(line) for line in download.value.path().read_text().splitlines()]
+    assert [(row["method"], row["task"], row["turns"]) for row in rows] == [
+        ("base", DATA["tasks"][i], DIALOGUES[i]["turns"]) for i in found]
     tab.go_back()                                                   # typing is one step with what was there before
     assert shown(tab, "#counter") == [everything]
     assert tab.input_value("#f-q") == tab.input_value("#f-m") == ""
@@ -325,9 +284,10 @@ def test_sorting(at):
 
 
 def test_a_dialogue_shows_every_turn_with_its_advantage(at):
-    d = first(lambda d: d["rounds"] == 6 and d["reward"] < 1)
+    d = next(i for i, one in enumerate(DIALOGUES) if one["rounds"] == 6 and one["reward"] < 1)
     tab, one = at(f"#d={d}&turn=3"), DIALOGUES[d]
-    assert list(map(words, shown(tab, "#dialogue .said"))) == [words(turn["text"]) for turn in one["turns"]]
+    said = [text.split() for text in shown(tab, "#dialogue .said")]
+    assert said == [turn["text"].split() for turn in one["turns"]]
     agent = [turn for turn in one["turns"] if turn["who"] == "agent"]
     assert shown(tab, "#dialogue .turn .number") == [signed(turn["advantage"]) for turn in agent]
     assert shown(tab, "#dialogue .badge.kind") == [turn["kind"] for turn in agent]
@@ -352,7 +312,7 @@ def test_a_dialogue_shows_every_turn_with_its_advantage(at):
 
 
 def test_reference_and_facts_are_behind_the_switch(at):
-    d = first(lambda d: d["known"] and d["reward"] < 1)
+    d = next(i for i, one in enumerate(DIALOGUES) if one["known"] and one["reward"] < 1)
     one, task, tab = DIALOGUES[d], DATA["tasks"][DIALOGUES[d]["t"]], at(f"#d={d}")
     assert shown(tab, ".secret") == [] and "learned" not in tab.inner_text("body")
     assert task["reference"] not in tab.inner_text("body")
@@ -419,16 +379,7 @@ def test_methods_side_by_side(at):
     assert f"t={differ[0]}&" in tab.url
 
 
-def test_advantage_tables(at):
-    tab = at("#view=advantages")
-    assert table(tab, "#advantages") == [
-        ["needed", "224", "+0.303", "+0.357 (112)", "–", "+0.250 (112)"],
-        ["idle", "224", "\u22120.100", "\u22120.100 (112)", "–", "–"],
-        ["1", "1,460", "\u22120.062", "+0.125 (730)", "–", "\u22120.250 (730)"]]
-    assert FORMS["advantages"][0] in shown(tab, "#advantages .note")
-
-
-def test_candidates_are_ranked_and_marked(at):
+def test_candidates_are_ranked_marked_and_filtered_and_lead_to_their_dialogue(at):
     tab, one = at("#view=candidates&s=3"), DATA["states"][3]
     ranked = sorted(one["candidates"], key=lambda candidate: -candidate["advantage"])
     marks = 2 * ["\u25B2 chosen"] + 4 * [""] + 2 * ["\u25BC rejected"]
@@ -441,15 +392,12 @@ def test_candidates_are_ranked_and_marked(at):
     assert shown(tab, "#candidates .note") == FORMS["candidates"]
     tab.keyboard.press("k")
     assert "s=2" in tab.url
-
-
-def test_candidates_are_filtered_and_lead_to_their_dialogue(at):
-    tab = at("#view=candidates")
+    at("#view=candidates")
     assert "task 000000" in shown(tab, "#candidates .badge") and f"1 of {N} states" in tab.inner_text("#candidates")
     tab.select_option("#k-side", "chosen")
     tab.select_option("#k-kind", "needed")
     asked = [number for number, state in enumerate(DATA["states"]) if any(
-        one["chosen"] and one["kind"] == "needed" for one in state["candidates"])]
+        candidate["chosen"] and candidate["kind"] == "needed" for candidate in state["candidates"])]
     assert 1 < len(asked) < N and f"1 of {len(asked)} states" in tab.inner_text("#candidates")
     tab.click("#state-on")
     assert f"s={asked[1]}&kind=needed&side=chosen" in tab.url
@@ -462,34 +410,44 @@ def test_candidates_are_filtered_and_lead_to_their_dialogue(at):
     assert tab.url.endswith("#d=0&turn=1") and tab.locator("#dialogue").is_visible()
 
 
-def test_screenshots_of_a_page_side_by_side_with_a_slider(page_of, tmp_path):
-    data = make_pages(tmp_path)
+def test_screenshots_of_graded_pages_side_by_side_with_a_slider_and_a_list_of_two_pages(page_of, tmp_path):
+    """The first method has no screenshots; there are neither families nor kinds."""
+    from PIL import Image
+    data = make_data(51, num_states=0) | {"graded": True, "forms": {}}
+    without(data, "family", "kind", "cut", "leak")
+    Image.new("RGB", (320, 400)).save(tmp_path / "a.png")
+    for item in data["tasks"] + data["dialogues"][51:]:
+        item["image"] = "../images/a.png"
+    for number, d in enumerate(data["dialogues"]):
+        d["reward"] = number / 100
+    data["dialogues"][0]["fault"], data["dialogues"][60]["turns"][1]["fault"] = "no page", "slow"
     page = page_of(data)
-    tab = page.open("#d=0")                                         # of the first method, which has no screenshots
+    tab = page.open("#d=0")
     tab.check("#secrets")
     assert tab.locator("#dialogue .none").inner_text() == "no screenshot in this page"
     assert "the answer cannot be rendered: no page" in tab.inner_text("#dialogue")
-    page.open("#d=1")
-    assert "reward 0.100" in tab.inner_text("#dialogue .about")
-    assert "this page cannot be rendered: slow" in tab.inner_text("#dialogue .turn.agent")
+    page.open("#d=60")
+    assert "reward 0.600" in tab.inner_text("#dialogue .about")
+    assert "this page cannot be rendered: slow" in tab.inner_text("#dialogue .turn.agent >> nth=0")
     assert tab.locator("#dialogue img").evaluate_all("all => all.map(image => image.naturalWidth)") == [320] * 4
     clip = "image => getComputedStyle(image).clipPath"
     assert tab.locator(".stack img").last.evaluate(clip) == "inset(0px 0px 0px 50%)"
     tab.locator("#dialogue input[type=range]").fill("80")
     assert tab.locator(".stack img").last.evaluate(clip) == "inset(0px 0px 0px 80%)"
     page.open("#view=dialogues&reward=0")
-    assert numbers(tab) == [i for i, d in enumerate(data["dialogues"]) if d["reward"] < 0.25]
-    assert "A page for shop" in tab.inner_text("#list") and tab.title() == "Evaluation"
+    assert numbers(tab) == list(range(25))
     assert not tab.locator("#f-family").count() and not tab.locator("#f-kind").count()
+    page.open("#view=dialogues")
+    assert numbers(tab) == list(range(100))
+    tab.click("#page-on")
+    assert numbers(tab) == [100, 101] and "page=1" in tab.url
 
 
 ATTACKS = json.loads((ROOT / "tests" / "page_attacks.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def hostile(browser, tmp_path_factory):
-    """The Page with attacks in every field, and a turn of a megabyte. After all tests nothing has run, and its title is
-    the one that it began with."""
+def test_hostile_texts_stay_texts(page_of):
+    """Attacks in every field, and a turn of a megabyte: nothing runs, and every address shows something."""
     data = make_data(len(ATTACKS), (ATTACKS[0], "<b>sweet</b>"), num_states=3)
     data |= {"left_out": ATTACKS[0], "forms": dict.fromkeys(FORMS, [ATTACKS[0]])}
     for attack, task, d in zip(ATTACKS, data["tasks"], data["dialogues"]):
@@ -501,46 +459,34 @@ def hostile(browser, tmp_path_factory):
     data["states"][0]["candidates"][0] |= {"text": ATTACKS[0], "kind": ATTACKS[1]}
     data["dialogues"][0]["turns"][1]["text"] = "\U0001F600" * 3000 + "a" * (2 ** 20 - 3000)
     script, image, *_ = ATTACKS
-    plots = report_plots("success_rate", {script: {1: {"success_rate": 0.5}}}, {})
-    page = Page(browser, write(
-        tmp_path_factory.mktemp("hostile") / "report.html", data, notes=[script], tables={image: script},
-        metric_heading=image, plots=plots,
-        advantages={"by_kind": summary(1, **{script: 0.5}), "by_round": {}}))
-    yield page
-    assert page.tab.title() == "Evaluation"
-    page.close()
-
-
-def test_hostile_texts_stay_texts(hostile):
-    tab = hostile.open("#view=results")
-    assert shown(tab, ".results tbody th") == [ATTACKS[0], "<b>sweet</b>"]
+    page = page_of(data, notes=[script], tables={image: script}, metric_heading=image,
+                   plots=report_plots("success_rate", {script: {1: {"success_rate": 0.5}}}, {}),
+                   advantages=NONE | {"by_kind": {script: dict(n=1, mean=0.5)}})
+    tab = page.tab
+    assert shown(tab, ".results tbody th") == data["methods"]
     tab.check("#secrets")
     for number, attack in enumerate(ATTACKS):
-        hostile.open(f"#d={number}")
+        page.open(f"#d={number}")
         said, *texts = tab.evaluate("""[".turn:last-child .said", ".tests td", ".secret pre"].map(
             selector => document.querySelector("#dialogue " + selector).textContent)""")
         assert said.startswith(attack) and texts == [attack, attack]
         if "\u0645" in attack:                                      # Arabic: a text has its own direction
             assert tab.locator(".turn .text").first.evaluate("node => getComputedStyle(node).direction") == "rtl"
 
-
-def test_every_address_shows_something(hostile):
     views = ("compare", "advantages", "failures", "dialogues&q=%3Cscript", "__proto__",
              "dialogues&sort=constructor", "candidates&kind=__proto__&side=constructor",
              "dialogues&m=constructor&kind=__proto__&page=-7", "compare&t=__proto__&pick=a,99999", "<script>")
     for fragment in (*(f"view={view}" for view in views), "d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9",
                      "d=1&turn=%3Cscript%3E", "%E0%A4%A"):
-        assert hostile.open(f"#{fragment}").inner_text("main") != ""
+        assert page.open(f"#{fragment}").inner_text("main") != ""
 
-
-def test_a_long_text_is_cut_until_it_is_asked_for(hostile):
-    tab = hostile.open("#d=0")
+    page.open("#d=0")                                               # a long text is cut until it is asked for
     block = tab.locator("#turn-0-1 .text")
     assert len(block.inner_text()) <= 5001
     tab.click("text=show all 1,048,576 characters")
     assert block.evaluate("node => [...node.textContent].length") == 2 ** 20
     # a hostile dialogue adds no script, no handler and no foreign link
-    assert tab.locator("script").count() == 2
+    assert tab.locator("script").count() == 2 and tab.title() == "Evaluation"
     assert tab.locator("main img, main iframe, main form:not(.filters)").count() == 0
     names = tab.evaluate("[...document.querySelectorAll('*')].flatMap(node => node.getAttributeNames())")
     assert len(names) > 100 and [name for name in names if name.startswith("on")] == []
@@ -548,94 +494,72 @@ def test_a_long_text_is_cut_until_it_is_asked_for(hostile):
     assert len(links) > 10 and [link for link in links if not link.startswith("#")] == []
 
 
-def test_the_policy_of_the_page_stops_what_is_not_its_script(browser, tmp_path):
-    """So that the silence of the tests above means something: markup that gets in is refused, and this is seen."""
-    markup = """<img src=http://nothing.invalid/a.png><script>document.title = 'ran'</script>
-                <p onclick="document.title = 'ran'">x</p>"""
-    path = write(tmp_path / "report.html", make_data(2))
-    path.write_text(path.read_text().replace("<main>", "<main>" + markup))
-    page = Page(browser, path)
-    tab = page.open()
-    tab.click("p:has-text('x')")
-    assert tab.title() == "Evaluation"
+def test_the_policy_of_the_page_stops_what_is_not_its_script(page_of):
+    """So that the silence of the test above means something: markup that gets in is refused, and this is seen."""
+    page = page_of(make_data(2), notes=[Markup("""<img src=http://nothing.invalid/a.png>
+        <script>document.title = 'ran'</script><p onclick="document.title = 'ran'">x</p>""")])
+    page.tab.click("[onclick]")
+    assert page.tab.title() == "Evaluation"
     blocked = sorted(re.findall("(image|script|handler).* violates the following Content", "\n".join(page.faults)))
     assert blocked == ["handler", "image", "script"]
     page.faults.clear()
-    page.close()
-
-
-def without(data, *keys, of_turns=()):
-    """Data whose dialogues, and their turns, lack some keys."""
-    for d in data["dialogues"]:
-        for row, gone in ((d, keys), *((turn, of_turns) for turn in d["turns"])):
-            for key in gone:
-                row.pop(key, None)
-    return data
 
 
 def test_missing_pieces_leave_their_section_out(page_of):
     """page_data leaves the advantage out where a critic gives no finite number."""
-    data = make_data(3, num_states=0) | {"forms": {}, "left_out": "4 of 10 dialogues are left out"}
-    data = without(data, "advantage", "known", "failed",
-                   of_turns=("advantage", "kind", "learned", "tokens", "cut", "leak"))
-    for task in data["tasks"]:
-        del task["facts"], task["family"]
-    page = page_of(data)
-    assert shown(page.tab, "#nav a") == ["Results", "Dialogues", "Compare"]
-    for view, place in (("results", "#left-out"), ("dialogues", "#dialogues"), ("compare", "#compare")):
-        assert data["left_out"] in page.open(f"#view={view}").inner_text(place)
-    tab = page.open("#d=4")
-    assert tab.locator(".turn").count() == len(data["dialogues"][4]["turns"])
+    bare = make_data(4, num_states=2) | {"left_out": "4 of 10 dialogues are left out"}
+    without(bare, "facts", "family", "reward", "advantage", "sample", "known", "failed", "kind", "learned", "tokens",
+            "cut", "leak")
+    page = page_of(bare, advantages=NONE)
+    views = "#view=results", "#view=compare", "#view=advantages", "#view=candidates", "#view=dialogues"
+    for fragment in (*views, "#view=dialogues&sort=-advantage", "#view=dialogues&reward=failed"):
+        text = page.open(fragment).inner_text("main")
+        assert (bare["left_out"] in text) == ("advantages" not in fragment and "candidates" not in fragment)
+        assert len(shown(page.tab, "#nav a[aria-current]")) == 1
+    tab = page.open("#view=dialogues&sort=reward&d=5")
+    assert tab.locator("#list tbody tr").count() == 8 and "no number" in tab.inner_text("#dialogue .about")
+    assert tab.locator("#dialogue .turn").count() == len(bare["dialogues"][5]["turns"])
     assert not {"advantage", "no."} & set(shown(tab, "#list th"))
     assert tab.locator(".advantage, .strip, .bars, .facts").count() == 0
-    for view in ("advantages", "candidates"):
-        assert shown(page.open(f"#view={view}"), "#nav a[aria-current]") == ["Results"]
-    some = without(make_data(4, num_states=2), "reward", "advantage", "sample", of_turns=("advantage",))
-    for data, advantages, views in (
-            (make_data(0), None, ("results", "compare", "advantages", "candidates")),
-            (some, {"by_kind": {}, "by_round": {}}, ("results", "compare", "advantages", "candidates",
-             "dialogues&sort=reward", "dialogues&sort=-advantage", "dialogues&reward=failed"))):
-        page = page_of(data, advantages=advantages)
-        for view in views:
-            tab = page.open(f"#view={view}")
-            assert tab.locator("#nav a[aria-current]").count() == 1 and tab.inner_text("main") != ""
-        assert page.open("#view=dialogues").locator("#list tbody tr").count() == len(data["dialogues"])
-        if data is some:
-            assert "no number" in page.open("#d=0").inner_text("#dialogue .about")
+
+    page = page_of(make_data(0) | {"forms": {}})
+    assert shown(page.tab, "#nav a") == ["Results", "Dialogues", "Compare"]
+    for fragment in views:
+        assert page.open(fragment).inner_text("main") != ""
+        is_there = "advantages" not in fragment and "candidates" not in fragment
+        assert shown(page.tab, "#nav a[aria-current]") == [fragment[6:].title() if is_there else "Results"]
+    assert page.tab.locator("#list tbody tr").count() == 0
 
 
-CONTRAST = (ROOT / "tests" / "contrast.js").read_text()
-VIEWS = ("#view=results", "#view=dialogues", "#d=0&turn=1", "#view=compare&t=1", "#view=advantages",
-         "#view=candidates&s=1")
-
-
-@pytest.fixture(scope="module")
-def phone(browser, tmp_path_factory):
-    """The Page of two tasks with a plot, on a phone, where fingers cannot hover."""
-    data = make_data(2)
-    plots = report_plots("success_rate", {"a": {1: {"success_rate": 0.5}, 8: {"success_rate": 0.6}}}, {})
-    path = write(tmp_path_factory.mktemp("phone") / "r.html", data, plots=plots)
-    page = Page(browser, path, viewport={"width": 375, "height": 800}, has_touch=True, is_mobile=True)
-    page.tab.check("#secrets")
-    yield page
-    page.close()
+VIEWS = {                                                           # and what a finger reads of their columns
+    "#view=results": {"leaks: share of the simulator's replies that show the reference"},
+    "#view=dialogues": {"reward: share of the tests that the answer passes", "advantage: sum of the turn advantages"},
+    "#d=0&turn=1": set(),
+    "#view=compare&t=1": set(),
+    "#view=advantages": {"turns: number of turns, of all methods"},
+    "#view=candidates&s=1": {"rank: by the critic's score, 1 the best"}}
 
 
 @pytest.mark.parametrize("scheme, width", [("light", 1280), ("light", 700), ("light", 375), ("dark", 375)])
-def test_contrast_width_and_numbers_of_a_phone(phone, scheme, width):
+def test_contrast_width_numbers_and_headings_where_fingers_cannot_hover(page_of, scheme, width):
     """Texts are seen, nothing is wider than the screen, and no number breaks over lines."""
     from PIL import Image
-    tab = phone.tab
-    tab.set_viewport_size({"width": width, "height": 800})
-    tab.emulate_media(color_scheme=scheme)
-    for fragment in VIEWS:
-        phone.open(fragment)
+    screen = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme, "has_touch": True, "is_mobile": True}
+    plots = report_plots("success_rate", {"a": {1: {"success_rate": 0.5}, 8: {"success_rate": 0.6}}}, {})
+    page = page_of(make_data(2), screen, plots=plots)
+    tab = page.tab
+    shot = Image.open(io.BytesIO(tab.locator("figure svg").screenshot())).convert("L")
+    darkest, lightest = shot.getextrema()
+    assert lightest - darkest > 150                                 # the plot is seen
+    tab.check("#secrets")
+    for fragment, lines in VIEWS.items():
+        page.open(fragment)
         assert tab.evaluate("document.documentElement.scrollWidth") <= width, fragment
         right_edges = tab.evaluate("""[...document.querySelectorAll(".results td, .candidates td")].map(
             node => node.getBoundingClientRect().right)""")
         assert max(right_edges, default=0) <= width, fragment
         texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
-        assert tab.evaluate(CONTRAST, texts) >= 4.5, fragment
+        assert tab.evaluate((ROOT / "tests" / "contrast.js").read_text(), texts) >= 4.5, fragment
         heights = tab.evaluate("""[...document.querySelectorAll(".num, .number, .badge, .candidates th")].filter(
             node => node.offsetParent && /^[-+.,0-9\u2212]+$/.test(node.textContent)).map(node => {
               const range = document.createRange();
@@ -643,22 +567,10 @@ def test_contrast_width_and_numbers_of_a_phone(phone, scheme, width):
               return range.getClientRects().length;
             })""")
         assert set(heights) <= {1}, fragment
-    phone.open("#view=results")
-    shot = Image.open(io.BytesIO(tab.locator("figure svg").screenshot())).convert("L")
-    darkest, lightest = shot.getextrema()
-    assert lightest - darkest > 150                                 # the plot is seen
-
-
-@pytest.mark.parametrize("fragment, lines", [
-    ("#view=results", ["leaks: share of the simulator's replies that show the reference"]),
-    ("#view=dialogues", ["reward: share of the tests that the answer passes", "advantage: sum of the turn advantages"]),
-    ("#view=advantages", ["turns: number of turns, of all methods"]),
-    ("#view=candidates&s=1", ["rank: by the critic's score, 1 the best"])])
-def test_a_finger_reads_what_the_columns_mean(phone, fragment, lines):
-    tab = phone.open(fragment)
-    tab.locator(".legend summary").locator("visible=true").tap()
-    assert set(lines) <= set(shown(tab, ".legend .note"))
-    if "candidates" in fragment:                                    # each number has its heading; of no pair: none
+        if lines:
+            tab.locator(".legend summary").locator("visible=true").tap()
+            assert lines <= set(shown(tab, ".legend .note"))
+    if width < 600:                                                 # each number has its heading; of no pair: none
         contents = tab.evaluate("""[...document.querySelectorAll(".candidates tr:nth-child(3) > *")].map(
             cell => getComputedStyle(cell, "::before").content)""")
         assert ["".join(re.findall('"(.*?)"', text)) for text in contents] == ["rank ", "score ", "", "kind ",
