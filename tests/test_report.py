@@ -1,5 +1,5 @@
-"""lib/report/: numbers of curves and turn advantages by hand; the data of the page, which stays small; rows of 05 --export
-messages. test_report_page.py opens pages."""
+"""lib/report/: numbers of curves and turn advantages by hand; the data of the page, which stays small; rows of
+05 --export messages. test_report_page.py opens pages."""
 import collections
 import json
 import math
