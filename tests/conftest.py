@@ -262,10 +262,6 @@ def tiny():
 @pytest.fixture
 def serve(tmp_path_factory):
     """serve(*flags, port=0) starts a server; returns {"url", "port", "log", "process"}. All end with the test."""
-    yield from serving(tmp_path_factory)
-
-
-def serving(tmp_path_factory):
     running = []
 
     def serve(*flags, port=0):
@@ -276,8 +272,6 @@ def serving(tmp_path_factory):
             assert process.is_alive(), (folder / "0.err").read_text()
             time.sleep(0.02)
         return {"url": f"http://127.0.0.1:{int(text)}/v1", "port": int(text), "log": folder / "log", "process": process}
-    try:
-        yield serve
-    finally:                                                         # also where the generator is closed
-        for process in running:
-            killed(process)
+    yield serve
+    for process in running:
+        killed(process)

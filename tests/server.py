@@ -1,13 +1,23 @@
 """A small server of OpenAI's protocol, for tests: python tests/server.py [flags]; prints its port when it listens.
 
-Serves a model folder under the name `model` through lib.engine.generate, to chats and to prompts of ids, and under
-other names programs for chats: `asker` asks twice and answers then, `counter` says how many messages it sees, `thinker`
-thinks before it asks, `viewer` counts the images that it sees. Every request is appended to --log before it is
-answered, a JSON object a line, with its key and the status that it got. The failures are those that servers have."""
+Serves a model folder (--model) under the name `model` to chats and to prompts of ids, and under other names programs
+for chats: `asker` asks twice and answers then, `counter` says how many messages it sees, `thinker` thinks before it
+asks, `viewer` counts the images that it sees. Every request is appended to the file --log before it is answered, a JSON
+object a line, with its key and the status that it got. The failures are those that servers have:
+
+--key KEY, --strict           status 401 for other keys, 400 for fields that OpenAI does not have
+--refuse TEXT, --full TEXT    status 400 for prompts with this text in them; the same: too long
+--die-at N, --hang-at N       at this request the process ends without a reply; its reply comes a minute later
+--limit N, --busy N           every N-th request gets status 429 and Retry-After, or 503;
+--empty N, --abort N          an empty reply, or one that was aborted;
+--broken N, --cut N           half a JSON object, or half of the bytes before the connection ends;
+--no-end N                    ids without the end of its turn
+--delay-s SECONDS             before every reply"""
 import argparse
 import asyncio
 import base64
 import http.server
+import itertools
 import json
 import os
 import pathlib
@@ -28,9 +38,8 @@ def asker(messages):
 
 
 def viewer(messages):
-    """Says how many PNG pictures it was sent."""
-    parts = [part for part in messages[-1]["content"] if part["type"] == "image_url"]
-    pictures = [base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,")) for part in parts]
+    urls = [part["image_url"]["url"] for part in messages[-1]["content"] if part["type"] == "image_url"]
+    pictures = [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls]
     return f"I see {sum(picture.startswith(bytes([0x89]) + b'PNG') for picture in pictures)} pictures."
 
 
@@ -66,15 +75,14 @@ def sample(model, tokenizer, request, lock):
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    lock, model, args, num_requests = threading.Lock(), None, None, 0
+    lock, model, args, numbers = threading.Lock(), None, None, itertools.count(1)
 
     def do_GET(self):
         self.send(200, '{"object": "list", "data": []}')
 
     def is_every(self, name, number):
-        """Whether this request is one of those that a flag (every N-th one) is about."""
         every = getattr(self.args, name)
-        return bool(every) and number % every == 0
+        return every and number % every == 0
 
     def refusal(self, request, number):
         """(status, what is said)."""
@@ -94,8 +102,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         request, args = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.args
-        with self.lock:
-            Handler.num_requests = number = self.num_requests + 1
+        number = next(self.numbers)
         status, refusal = self.refusal(request, number)
         with self.lock, open(args.log or os.devnull, "a") as log:
             log.write(json.dumps({**request, "key": self.headers["Authorization"], "status": status}) + "\n")
@@ -110,10 +117,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             text, ids, ended, read = PROGRAMS[request["model"]](request["messages"]), [0] * 5, True, 10
         if self.is_every("empty", number):
             text = ""
-        choice = {"index": 0, "finish_reason": "stop" if ended else "length",
-                  **({"text": text} if "prompt" in request else {"message": {"role": "assistant", "content": text}})}
-        if self.is_every("abort", number):
-            choice["finish_reason"] = "abort"
+        end = "abort" if self.is_every("abort", number) else "stop" if ended else "length"
+        said = {"text": text} if "prompt" in request else {"message": {"role": "assistant", "content": text}}
+        choice = {"index": 0, "finish_reason": end, **said}
         if request.get("return_token_ids") and request["model"] == "model":
             choice["token_ids"] = ids[:-1] if ended and self.is_every("no_end", number) else ids
         body = json.dumps({
@@ -124,42 +130,26 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def send(self, status, text, cut=False):
         data = text.encode()
         self.send_response(status)
-        headers = {"Content-Type": "application/json", "Content-Length": len(data), "Retry-After": "0.1"}
-        for name, value in headers.items():
-            self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", len(data))
+        self.send_header("Retry-After", "0.1")
         self.end_headers()
         self.wfile.write(data[:len(data) // 2] if cut else data)
         self.close_connection |= cut
 
-    def log_message(self, *_):
-        pass
-
-
-class Listener(http.server.ThreadingHTTPServer):
-    request_queue_size, daemon_threads = 512, True
-
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="folder of a model, or smollm2, served as `model`")
-    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
-    parser.add_argument("--key", help="the only key that is taken")
-    parser.add_argument("--log", help="file of all requests (JSONL)")
-    parser.add_argument("--delay-s", type=float, default=0.0, help="before every reply")
-    parser.add_argument("--die-at", type=int, help="the request at which the process ends without a reply")
-    parser.add_argument("--hang-at", type=int, help="the request whose reply comes a minute later")
-    parser.add_argument("--strict", action="store_true", help="status 400 for fields that OpenAI does not have")
-    parser.add_argument("--refuse", metavar="TEXT", help="status 400 for prompts with this text in them")
-    parser.add_argument("--full", metavar="TEXT", help="the same: too long")
-    for name, what in (("limit", "gets status 429 and Retry-After"), ("busy", "gets status 503"),
-                       ("empty", "gets an empty reply"), ("broken", "gets half a JSON object"),
-                       ("cut", "gets half of the bytes, then the connection ends"),
-                       ("abort", "gets a reply that was aborted"), ("no-end", "gets ids without the end of its turn")):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"every N-th request {what}")
+    parser.add_argument("--strict", action="store_true")
+    for name in ("model", "key", "log", "refuse", "full"):
+        parser.add_argument(f"--{name}")
+    for name in ("port", "delay-s", "die-at", "hang-at", "limit", "busy", "empty", "abort", "broken", "cut", "no-end"):
+        parser.add_argument(f"--{name}", type=json.loads, default=0)
     Handler.args = parser.parse_args()
     if Handler.args.model:
         Handler.model = load_model(Handler.args.model, "cpu")
-    listener = Listener(("127.0.0.1", Handler.args.port), Handler)
+    http.server.ThreadingHTTPServer.request_queue_size = 512
+    listener = http.server.ThreadingHTTPServer(("127.0.0.1", Handler.args.port), Handler)
     print(listener.server_port, flush=True)
     listener.serve_forever()
 

@@ -55,19 +55,13 @@ def players(**samplers):
     return rollout.Players(backend.Environment(), "cpu", **samplers)
 
 
-class Says(Sampler):
+def says(say, prompt=None):
     """A sampler whose replies have the texts that `say(chat, n)` gives."""
-
-    def __init__(self, say, prompt=None):
-        super().__init__()
-        self.say, self.prompt = say, prompt
-
-    async def sample(self, chat, n, *_):
-        return [Reply(text, True, [number], 0, 0, self.prompt) for number, text in enumerate(self.say(chat, n))]
-
-
-def local(model, tokenizer, **more):
-    return Sampler(model, tokenizer, Engine(model, stop_ids(model, tokenizer), 64, 10 ** 5), **more)
+    async def sample(chat, n, *_):
+        return [Reply(text, True, [number], 0, 0, prompt) for number, text in enumerate(say(chat, n))]
+    sampler = Sampler()
+    sampler.sample = sample
+    return sampler
 
 
 def first_dialogue(task):
@@ -80,9 +74,8 @@ TASK = {"problem_description": "?", "ground_truth": "def secret(): pass", "test_
 
 def test_long_replies_are_cut_leaks_are_noted_and_the_last_turn_is_the_answer():
     dialogue, reply = first_dialogue(TASK), "def secret(): " + "y" * 500
-    both = players(agent=Says(lambda *_: ["hm?"]), simulator=Says(lambda *_: [reply]))
-    args = parsed("--max-rounds", 3, "--simulator-max-new-tokens", 9)
-    asyncio.run(rollout.roll_out(dialogue, both, args))
+    both = players(agent=says(lambda *_: ["hm?"]), simulator=says(lambda *_: [reply]))
+    asyncio.run(rollout.roll_out(dialogue, both, parsed("--max-rounds", 3, "--simulator-max-new-tokens", 9)))
     assert [turn["content"] for turn in dialogue.history] == ["?", "hm?", reply[:400], "hm?", reply[:400], "hm?"]
     assert dialogue.answer == "hm?" and dialogue.history[2]["output"] == reply
     assert dialogue.history[2]["leak"] == "signature"
@@ -108,27 +101,29 @@ def test_an_answer_follows_the_marker_or_is_the_whole_turn(content, answer):
     assert backend.answer_of(history, False) == (answer if backend.MARKER in content else None)
 
 
-def test_the_rule_based_human_knows_what_it_is_asked(workspace):
-    task = read(workspace / "tasks.jsonl")[0]
+def test_the_rule_based_human_knows_what_it_is_asked_and_a_model_s_prompt_swaps_the_roles(workspace):
+    task, human = read(workspace / "tasks.jsonl")[0], backend.Environment()
 
     def reply_to(question):
-        return asyncio.run(backend.Environment().rule_reply(task, turns("", question), random.Random(0)))
+        return asyncio.run(human.rule_reply(task, turns("", question), random.Random(0)))
     assert all(reply_to(fact["questions"][0]) in fact["replies"] for fact in task["facts"])
     assert reply_to("Hello!") in UNCLEAR
+    messages = asyncio.run(human.simulator_chat(task, turns("P", "q", "r", "q2")))
+    assert [(m["role"], m["content"]) for m in messages[1:]] == [("user", "q"), ("assistant", "r"), ("user", "q2")]
+    assert task["ground_truth"] in messages[0]["content"]
 
 
 def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
     """Simulated by a model, for which tasks need no facts."""
-    task = read(workspace / "tasks.jsonl")[0]
-    task = {key: task[key] for key in ("problem_description", "ground_truth", "test_cases")}
+    keys = "problem_description", "ground_truth", "test_cases"
+    task = {key: read(workspace / "tasks.jsonl")[0][key] for key in keys}
     words = ["--tasks", write(tmp_path / "tasks", [task]), "--agent", BASE, "--simulator", BASE, "--max-rounds", 2,
              "--max-new-tokens", 12]
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         call(2, *words, "--seed", seed, "--out", tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
     assert "done already" in call(2, *words, "--seed", 0, "--out", tmp_path / "a")
-    [row] = read(tmp_path / "a")
-    assert row["simulator"] == str(BASE)
+    assert [row["simulator"] for row in read(tmp_path / "a")] == [str(BASE)]
     assert ':1: missing "facts"' in refused(2, *words, "--simulator", "rules", "--out", tmp_path / "d")
 
 
@@ -156,33 +151,31 @@ def test_killed_on_one_rank_and_resumed_on_two_equals_uninterrupted_on_one(works
 
 def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny, monkeypatch):
     """With a critic that prefers long messages, the messages get longer with N; candidates are nested in N."""
-    agent, seen = players(agent=local(*tiny)), {}
+    engine = Engine(tiny[0], stop_ids(*tiny), 64, 10 ** 5)
+    agent, tasks, seen = players(agent=Sampler(*tiny, engine)), read(workspace / "tasks.jsonl")[:6], {}
 
     async def longest(dialogue, replies, *_):
         seen[dialogue.task["task_id"]] = [reply.ids for reply in replies]
         return max(range(4), key=lambda i: len(replies[i].ids))
     monkeypatch.setattr(rollout, "critic_choice", longest)
-    tasks = read(workspace / "tasks.jsonl")[:6]
 
-    async def next_turns(args):
+    async def next_turns(*flags):
+        args = parsed("--max-new-tokens", 40, *flags)
         return await asyncio.gather(*(rollout.agent_turn(first_dialogue(task), agent, args) for task in tasks))
-    best = asyncio.run(next_turns(parsed("--best-of", 4, "--critic", "c", "--max-new-tokens", 40)))
+    best = asyncio.run(next_turns("--best-of", 4, "--critic", "c"))
     names = [task["task_id"] for task in tasks]
     assert [len(turn["output_ids"]) for turn in best] == [max(map(len, seen[name])) for name in names]
-    plain = asyncio.run(next_turns(parsed("--max-new-tokens", 40)))
+    plain = asyncio.run(next_turns())
     assert [turn["output_ids"] for turn in plain] == [seen[name][0] for name in names]
     assert [len(own) for own in seen.values()] == [4] * 6
 
 
-def test_template_arguments_and_thoughts_that_the_prompt_opens(workspace, tiny):
+def test_template_arguments_reach_the_prompt(tiny):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
     for thinking in (False, True):
-        agent = players(agent=local(tiny[0], tokenizer, template_args={"enable_thinking": thinking}))
-        dialogue = first_dialogue(read(workspace / "tasks.jsonl")[0])
-        turn = asyncio.run(rollout.agent_turn(dialogue, agent, parsed("--max-new-tokens", 20)))
-        assert turn["input"].endswith("<think>") == thinking and turn["output"]
-        assert turn["content"] == ("" if thinking else turn["output"].strip())
+        sampler = Sampler(tokenizer=tokenizer, template_args={"enable_thinking": thinking})
+        assert sampler.render(turns("?")).endswith("<think>") == thinking
 
 
 def test_a_system_prompt_of_a_file_replaces_ours(workspace, tmp_path):
@@ -198,38 +191,31 @@ def test_a_system_prompt_of_a_file_replaces_ours(workspace, tmp_path):
     assert said not in call(2, *words, tmp_path / "a", "--system-prompt", tmp_path / "mine.txt")
     tokenizer = load_tokenizer(str(tmp_path / "agent"))
     for row in read(tmp_path / "a"):
+        contents, prompts = zip(*((turn["content"], turn.get("input")) for turn in row["dialogue_history"]))
         assert row["system_prompt"] == "Ask {x} {max_rounds}."
-        prompts = [turn["input"] for turn in row["dialogue_history"][1::2]]
-        for prompt in prompts:
+        for prompt in prompts[1::2]:
             assert prompt.startswith("<|system|>Ask {x} {max_rounds}.<|end|><|user|>") and "(last round)" not in prompt
-        plain = {**row, "tokenizer": None, "dialogue_history": turns(*(t["content"] for t in row["dialogue_history"]))}
-        assert [prompt for prompt, _ in common.agent_turns(tokenizer, plain)] == prompts
+        plain = {**row, "tokenizer": None, "dialogue_history": turns(*contents)}
+        assert tuple(prompt for prompt, _ in common.agent_turns(tokenizer, plain)) == prompts[1::2]
     assert call(2, *words, tmp_path / "b").count(said) == 1
     assert all("system_prompt" not in row and "2 rounds" in row["dialogue_history"][1]["input"]
                for row in read(tmp_path / "b"))
 
 
 @pytest.mark.parametrize("replies, chosen, counted", [
-    ({"ab": "A", "ba": "B"}, 0, "decided"), ({"ab": "B", "ba": "A"}, 1, "decided"), ({"ab": "A", "ba": "A"}, 0, "tie"),
-    ({"ab": "A or B", "ba": "B"}, 0, "unreadable"), ({"ab": "", "ba": "B"}, 0, "unreadable")])
-def test_the_judge_compares_in_both_orders(replies, chosen, counted):
-    def judged(chat, _):
-        assert "def secret" in chat[0]["content"]
-        return [replies["ab" if chat[0]["content"].index("price") < chat[0]["content"].index("weight") else "ba"]]
-    judge = players(judge=Says(judged))
-    assert asyncio.run(rollout.judge_choice(first_dialogue(TASK), ["price", "weight"], judge, 0)) == chosen
-    assert judge.verdicts == {counted: 1}
-
-
-def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts():
+    ("AB", 0, "decided"), ("BA", 1, "decided"), ("AA", 0, "tie"), (["A or B", "B"], 0, "unreadable"),
+    (["", "B"], 0, "unreadable")])
+def test_the_judge_compares_in_both_orders_and_is_not_shown_thoughts(replies, chosen, counted):
     def judged(chat, _):
         text = chat[0]["content"]
-        assert "plan 0" not in text and "plan 1" not in text
-        return ["A" if text.index("What 1?") < text.index("What 0?") else "B"]
-    agent = Says(lambda _, n: [f"plan {number}</think>What {number}?" for number in range(n)], "prompt<think>")
-    both = players(agent=agent, judge=Says(judged))
+        assert "def secret" in text and not re.search("plan [01]", text)
+        return [replies[text.index("What 0?") > text.index("What 1?")]]
+    agent = says(lambda _, n: [f"plan {number}</think>What {number}?" for number in range(n)], "prompt<think>")
+    both = players(agent=agent, judge=says(judged))
     turn = asyncio.run(rollout.agent_turn(first_dialogue(TASK), both, parsed("--best-of", 2, "--critic", "judge:x")))
-    assert (turn["content"], turn["output"], turn["output_ids"]) == ("What 1?", "plan 1</think>What 1?", [1])
+    said = f"plan {chosen}</think>What {chosen}?"
+    assert (turn["content"], turn["output"], turn["output_ids"]) == (f"What {chosen}?", said, [chosen])
+    assert both.verdicts == {counted: 1}
 
 
 def test_dialogues_of_one_task_id_are_numbered_through():
@@ -258,13 +244,6 @@ def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace
     assert stage(5).measure_leaks(rows[:1], backend) == {"leaks": 1.0, "leaks_by_kind": {"signature": 1}}
 
 
-def test_simulator_prompt_swaps_the_roles():
-    task = {"problem_description": "P", "ground_truth": "G"}
-    messages = asyncio.run(backend.Environment().simulator_chat(task, turns("P", "q", "r", "q2")))
-    assert [(m["role"], m["content"]) for m in messages[1:]] == [("user", "q"), ("assistant", "r"), ("user", "q2")]
-    assert "G" in messages[0]["content"]
-
-
 # --- dialogues that outgrow the model
 
 def test_a_dialogue_that_a_model_has_no_room_for_ends_as_in_its_last_round(workspace, tmp_path):
@@ -275,42 +254,36 @@ def test_a_dialogue_that_a_model_has_no_room_for_ends_as_in_its_last_round(works
     line = refused(2, *words, write(tmp_path / "with_long", [tasks[0], request]), "--out", tmp_path / "out")
     assert "1 of 2 rows are missing" in line and "the 260 that the model or --max-tokens has room for" in line
     printed = call(2, *words, write(tmp_path / "tasks", tasks), "--out", tmp_path / "short")
-    num_ended = 0
-    for short, long in zip(read(tmp_path / "short"), read(workspace / "offline.jsonl")[::3]):
-        history = short["dialogue_history"]
-        assert history == long["dialogue_history"][:len(history)] and history[-1]["role"] == "assistant"
-        assert short["num_rounds"] == len(history) // 2
-        if "no_room" in short:
-            num_ended += 1
-            assert len(history) < len(long["dialogue_history"]) and short["answer"] == history[-1]["content"]
-            assert short["reward"] == 0
-    assert 0 < num_ended < 6 and f"{num_ended} ended because no further turn fits" in printed
+    short, long = read(tmp_path / "short"), read(workspace / "offline.jsonl")[::3]
+    ended = [row for row in short if "no_room" in row]
+    assert 0 < len(ended) < 6 and f"{len(ended)} ended because no further turn fits" in printed
+    for row, whole in zip(short, long):
+        history = row["dialogue_history"]
+        assert history == whole["dialogue_history"][:len(history)] and row["num_rounds"] == len(history) // 2
+        assert history[-1]["role"] == "assistant"
+        if row in ended:
+            assert len(history) < len(whole["dialogue_history"]) and row["answer"] == history[-1]["content"]
+            assert row["reward"] == 0
 
 
 def test_a_branch_keeps_which_turns_are_of_the_environment():
     history = turns("Do it.", "LOOK", "3 rows", "done")
     history[2]["tool"] = True
-    task = {"problem_description": "Do it.", "ground_truth": "c"}
-    logged = [history[0], {**history[1], "output_ids": [1]}, *history[2:]]
-    trajectory = {"task": task, "task_id": "row's", "sample": 2, "dialogue_history": logged}
+    trajectory = {"task": TASK, "task_id": "row's", "sample": 2,
+                  "dialogue_history": [history[0], {**history[1], "output_ids": [1]}, *history[2:]]}
     branched = rollout.branched_dialogue(7, trajectory, 3, 1, 0)
-    assert branched.history == history[:3]
+    assert branched.history == history[:3] and (branched.sample, branched.random_name) == (7, "2/3/1")
     assert branched.branch == {"branch": {"sample": 2, "turn": 3, "candidate": 1}, "continuation": 0}
-    assert (branched.sample, branched.random_name) == (7, "2/3/1")
     assert branched.task["task_id"] == "row's"                       # which tells the candidates of two tasks apart
 
 
 def test_a_candidate_of_a_branch_is_one_message_after_a_kill(workspace):
     """A server would say something else each time."""
-    trajectories = read_trajectories(workspace / "offline.jsonl")[:3]
     args = argparse.Namespace(seed=0, branch=2, branch_candidates=3, samples=4, max_rounds=8, tasks="t")
-    dialogues = rollout.branched_dialogues(trajectories, None, args)
+    dialogues = rollout.branched_dialogues(read_trajectories(workspace / "offline.jsonl")[:3], None, args)
     names = [(dialogue.task["task_id"], dialogue.random_name) for dialogue in dialogues]
     assert names[::4] == names[1::4] == names[3::4] and len(set(names)) == 6     # a group of continuations each
-    dialogue = dialogues[5]
-    branch = dialogue.branch["branch"]
-    said = {"role": "assistant", "content": "said before the kill"}
-    both = players()
-    both.first_turns[dialogue.task["task_id"], rollout.branch_name(branch)] = said
+    dialogue, both, said = dialogues[5], players(), {"role": "assistant", "content": "said before the kill"}
+    both.first_turns[names[5]] = said
     asyncio.run(rollout.add_first_turn(dialogue, both, args))
-    assert dialogue.history[-1] == said and len(dialogue.history) == branch["turn"] + 1
+    assert dialogue.history[-1] == said and len(dialogue.history) == dialogue.branch["branch"]["turn"] + 1

@@ -2,7 +2,6 @@
 import itertools
 import json
 import re
-import shutil
 from unittest import mock
 
 import numpy as np
@@ -32,10 +31,9 @@ def written(folder, files):
 
 def report_of(folder):
     """The metrics of an evaluation, its page, and the data in it."""
-    metrics = json.loads((folder / "report" / "metrics.json").read_text())
     page = (folder / "report" / "report.html").read_text(encoding="utf-8")
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
-    return metrics, page, json.loads(data)
+    return json.loads((folder / "report" / "metrics.json").read_text()), page, json.loads(data)
 
 
 def answers(**by_task):
@@ -81,8 +79,7 @@ def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
     assert metrics["a"]["success_rate"] == metrics["a"]["against_baseline"]["difference"] == 0.25
     assert metrics["a"]["ci95"][0] <= 0.25 <= metrics["a"]["ci95"][1] <= 0.75
     assert stage(2).summary(str(write(tmp_path / "a.jsonl", uneven))).startswith("success 0.250 | ")
-    # a run counts once, too: 1 and 0, of nine dialogues and of one
-    runs = scored(*[("w", 1, 0)] * 9, ("w", 0, 1))
+    runs = scored(*[("w", 1, 0)] * 9, ("w", 0, 1))                   # a run counts once, too
     assert statistics.mean_over_tasks(runs, backend.eval_score) == 0.5
 
 
@@ -179,13 +176,10 @@ def test_what_a_person_says_after_the_answer_changes_nothing(workspace):
         assert metrics["a"][key] == metrics["b"][key]
 
 
-def test_curves_are_named_by_label_and_number():
+def test_curves_are_named_by_label_and_number_and_ranks_correlate():
     names = ["plain", "sweet@8", "sweet@1", "a@b@2", "sweet@0", "sweet@-4", "sweet@4.0", "sweet@04", "sweet@", "@4"]
     assert evaluate.curves_of({name: name for name in names}) == {"sweet": {8: "sweet@8", 1: "sweet@1"},
                                                                   "a@b": {2: "a@b@2"}}
-
-
-def test_ranks_correlate_by_hand():
     for a, b, expected in (([1, 2, 3], [10, 20, 30], 1), ([1, 2, 3], [3, 2, 1], -1), ([1, 2, 3, 4], [1, 3, 2, 4], 0.8),
                            ([1, 1, 2], [0, 1, 1], 0.5), ([1, 1, 1], [1, 2, 3], 0)):
         assert statistics.rank_correlation(a, b) == pytest.approx(expected)
@@ -193,57 +187,39 @@ def test_ranks_correlate_by_hand():
 
 # --- an evaluation
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """(folder, arguments, what is printed) of a right, a half right and a wrong answer with other logged rewards,
-    against three wrong ones; of two runs; of a task with a test that cannot be graded."""
-    folder = tmp_path_factory.mktemp("ran")
+def test_an_evaluation_shows_every_answer_and_trusts_no_logged_reward(tmp_path):
+    """A right, a half right and a wrong answer with other logged rewards against three wrong ones; two runs, which are
+    a point of a curve; a task with a test that cannot be graded."""
     task = {**FUNCTION, "ground_truth": "def f(n): return 1 // (n - 2)"}
     lost = answers(x=BAD, y=BAD, z=BAD)
     files = {"a": [trajectory("x", GOOD, reward=0.0), trajectory("y", HALF, reward=1.0), trajectory("z", BAD)],
              "b": lost, "sweet@8": (answers(x=GOOD, y=GOOD, z=GOOD), lost),
              "u": [{**trajectory("u", task["ground_truth"]), "task": task}]}
-    words = [*written(folder, files), "--baseline", "b"]
-    return folder, words, call(5, *words)
-
-
-def test_logged_rewards_are_not_trusted_and_the_page_has_every_answer_with_its_failed_tests(ran):
-    folder, words, printed = ran
-    metrics, page, data = report_of(folder)
+    words = [*written(tmp_path, files), "--baseline", "b"]
+    printed = call(5, *words)
+    metrics, page, data = report_of(tmp_path)
     numbers = metrics["a"]
     assert numbers["n"] == 3 and numbers["success_rate"] == pytest.approx(1 / 3)
     assert numbers["tests_passed"] == 0.5 and numbers["mean_rounds"] == 1.0
     assert numbers["ci95"][0] == 0.0 and 0.6 < numbers["ci95"][1] <= 1.0
-    assert [row["reward"] for row in read(folder / "report" / "scored" / "a.jsonl")] == [1.0, 0.5, 0.0]
+    assert [row["reward"] for row in read(tmp_path / "report" / "scored" / "a.jsonl")] == [1.0, 0.5, 0.0]
     assert numbers["against_baseline"]["difference"] == pytest.approx(1 / 3)
     assert "against b" in printed and "+0.333" in printed and "done already" in call(5, *words)
-    assert [dialogue["answer"] for dialogue in data["dialogues"][:6]] == [GOOD, HALF, BAD] + [BAD] * 3
-    assert data["dialogues"][0].keys() == {"m", "t", "run", "sample", "reward", "answer", "turns"}
-    assert data["dialogues"][1]["failed"] == [{"call": "f(2)", "expected": "2", "got": "1"}]
-    assert data["dialogues"][2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
     assert "u: 1 tests of 1 tasks cannot be graded" in printed and metrics["u"]["tests_passed"] == 0.5
-    assert data["forms"] == {"advantages": []} and data["states"] == [] and "Turn advantages" not in page
-    for line in printed.partition("\n\n")[2].splitlines():          # the tables and notes
-        assert line.startswith("writes ") or all(cell in page for cell in line.split())
-
-
-def test_several_files_of_a_name_are_runs_and_a_number_makes_a_curve(ran):
-    folder, _, printed = ran
-    metrics, page, data = report_of(folder)
     runs = metrics["sweet@8"]
     assert runs["runs"] == [1, 0] and runs["success_rate"] == 0.5 and runs["tasks"] == 3 and runs["n"] == 6
     assert ["sweet@8", "-", "1.000", "0.000"] in [line.split() for line in printed.splitlines()]
+    # the page
+    dialogues = data["dialogues"]
+    assert [dialogue["answer"] for dialogue in dialogues[:6]] == [GOOD, HALF, BAD] + [BAD] * 3
+    assert dialogues[0].keys() == {"m", "t", "run", "sample", "reward", "answer", "turns"}
+    assert dialogues[1]["failed"] == [{"call": "f(2)", "expected": "2", "got": "1"}]
+    assert dialogues[2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
+    assert [dialogue["run"] for dialogue in dialogues if dialogue["m"] == 2] == [0, 0, 0, 1, 1, 1]
+    assert data["forms"] == {"advantages": []} and data["states"] == [] and "Turn advantages" not in page
     assert "curve-axes_1" in page and "costs" not in runs
-    assert [dialogue["run"] for dialogue in data["dialogues"] if dialogue["m"] == 2] == [0, 0, 0, 1, 1, 1]
-
-
-def test_files_that_do_not_go_together_are_one_line(tmp_path):
-    ours = answers(t="x")
-    other = [{**ours[0], "task": {**FUNCTION, "ground_truth": "def f(n): return 2 * n"}}]
-    two_tasks = ': two tasks with different references have the "task_id" t'
-    for files, message in (({"old": ours, "new": other}, two_tasks), ({"two": (ours, other)}, two_tasks),
-                           ({"a": (answers(x="0"), answers(z="0"))}, "a.1: the runs of a name must have the same")):
-        assert message in refused(5, *written(tmp_path, files))
+    for line in printed.partition("\n\n")[2].splitlines():          # the tables and notes
+        assert line.startswith("writes ") or all(cell in page for cell in line.split())
 
 
 def test_a_lone_surrogate_stops_nothing_and_metrics_are_written_before_what_is_optional(tmp_path, tiny, monkeypatch):
@@ -281,12 +257,12 @@ def test_costs_of_an_agent_are_its_own_and_its_critic_s(tmp_path):
     record(tmp_path / "sweet" / "args.json", {"trained_tokens": 250_000, "generated_tokens": 750_000, "seconds": 30.0},
            critic=critic)
     record(tmp_path / "rft" / "args.json", {"trained_tokens": 1_000_000, "seconds": 18}, critic=None)
+    agents = {"base": ("models/tiny", None), "rft": (rft, None), "sweet": (sweet, critic),
+              "best": ("http://host:80/v1#m", critic), "judged": ("script", "judge:m")}
     costs = {}
-    for name, agent, own_critic in (("base", "models/tiny", None), ("rft", rft, None), ("sweet", sweet, critic),
-                                    ("best", "http://host:80/v1#m", critic), ("judged", "script", "judge:m")):
-        rollout = tmp_path / f"on_{name}"
-        record(tmp_path / f"{rollout.name}.args.json", {"generated_tokens": 99}, agent=agent, critic=own_critic)
-        costs[name] = {"costs": evaluate.costs_of(str(rollout))}
+    for name, (agent, own_critic) in agents.items():
+        record(tmp_path / f"on_{name}.args.json", {"generated_tokens": 99}, agent=agent, critic=own_critic)
+        costs[name] = {"costs": evaluate.costs_of(f"{tmp_path}/on_{name}")}
     assert evaluate.cost_lines(costs) == [
         "costs   M trained  M generated  minutes",
         "base        0.000        0.000      0.0",
@@ -294,22 +270,17 @@ def test_costs_of_an_agent_are_its_own_and_its_critic_s(tmp_path):
         "sweet       2.250        0.750      2.5",
         "best        2.000        0.000      2.0",
         "judged      0.000        0.000      0.0"]
-    words, path = [*written(tmp_path, {"a": answers(x="1")}), "--costs"], tmp_path / "a.0"
-    assert refused(5, *words) == (f"{path}: no args.json of a rollout beside it; --costs needs what 02_rollout.py "
-                                  "keeps there")
-    assert not (tmp_path / "report").exists()
 
 
 # --- turn advantages, and SWEET's candidates
 
-@pytest.fixture(scope="module", params=["critic", "regression_critic", "value_critic"])
-def trained(request, tiny):
-    """A critic of each kind after a few steps, loaded."""
-    folder = request.getfixturevalue(request.param)
-    return common.load_critic(common.read_critic(folder, tiny[1], backend), common.load_whole("cpu"))
+def loaded(folder, tokenizer):
+    return common.load_critic(common.read_critic(folder, tokenizer, backend), common.load_whole("cpu"))
 
 
-def test_the_advantage_of_a_turn_is_the_score_of_actions(workspace, trained, tiny):
+@pytest.mark.parametrize("name", ["critic", "regression_critic", "value_critic"])
+def test_the_advantage_of_a_turn_is_the_score_of_actions(request, workspace, name, tiny):
+    trained = loaded(request.getfixturevalue(name), tiny[1])
     rows = read_trajectories(workspace / "offline.jsonl")[:4]
     advantages = common.score_turns(trained, tiny[1], rows, 4096, "cpu")
     assert [len(own) for own in advantages] == [row["num_rounds"] for row in rows]
@@ -339,37 +310,28 @@ def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(wor
 
 
 @pytest.fixture(scope="module")
-def swept(workspace, regression_critic, tmp_path_factory):
-    """04's folder with scored candidates."""
-    folder = tmp_path_factory.mktemp("sweet") / "sweet"
-    call(4, *policy_flags(workspace, "sweet", folder, "--critic", regression_critic, "--data-frac", 0.03,
+def credited(workspace, regression_critic, tmp_path_factory):
+    """The folder and arguments of 05 with a critic and SWEET's candidates (in candidates/), on dialogues "a" and "b".
+    An answer runs once, and a turn is judged once."""
+    folder, rows = tmp_path_factory.mktemp("credited"), read(workspace / "offline.jsonl")[:24]
+    candidates = folder / "candidates"
+    call(4, *policy_flags(workspace, "sweet", candidates, "--critic", regression_critic, "--data-frac", 0.03,
                           "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def credited(workspace, regression_critic, swept, tmp_path_factory):
-    """05 with a critic and candidates, on dialogues "a" and "b": (folder, arguments, how many answers were run, the
-    kinds of how many turns were asked)."""
-    folder, rows = tmp_path_factory.mktemp("credited"), read(workspace / "offline.jsonl")
-    candidates = shutil.copytree(swept, folder / "candidates")
-    words = [*written(folder, {"a": rows[:12], "b": rows[12:24]}), "--critic", regression_critic, "--candidates",
+    words = [*written(folder, {"a": rows[:12], "b": rows[12:]}), "--critic", regression_critic, "--candidates",
              candidates, "--export", "messages"]
     with (mock.patch.object(Scorer, "score_one", autospec=True, side_effect=Scorer.score_one) as run_answer,
           mock.patch.object(backend, "turn_kind", wraps=backend.turn_kind) as turn_kind):
         call(5, *words)
-    return folder, words, run_answer.call_count, turn_kind.call_count
+    num_candidates = sum(len(row["candidates"]) for row in read(candidates / "scored.jsonl"))
+    assert run_answer.call_count == 24
+    assert turn_kind.call_count == sum(row["num_rounds"] for row in rows) + num_candidates
+    return folder, words
 
 
-def test_an_answer_runs_once_and_a_turn_is_judged_once(credited, workspace, swept):
-    num_turns = sum(row["num_rounds"] for row in read(workspace / "offline.jsonl")[:24])
-    num_candidates = sum(len(row["candidates"]) for row in read(swept / "scored.jsonl"))
-    assert credited[2:] == (24, num_turns + num_candidates)
-
-
-def test_the_page_has_dialogues_with_advantages_and_candidates_with_pairs(credited, regression_critic, swept):
+def test_the_page_has_dialogues_with_advantages_and_candidates_with_pairs(credited, regression_critic):
     """Tables by kind by hand: test_report.py."""
-    metrics, page, data = report_of(credited[0])
+    folder, words = credited
+    metrics, page, data = report_of(folder)
     assert data["methods"] == ["a", "b"] and len(data["dialogues"]) == 24
     line = f"{regression_critic}: scores are the numbers of its regression head"
     assert data["forms"] == {"advantages": [line], "candidates": [line]} and page.count(line) == 3
@@ -379,22 +341,14 @@ def test_the_page_has_dialogues_with_advantages_and_candidates_with_pairs(credit
         mean = f"{kind['mean']:+.3f}".replace("-", "\u2212")
         assert f"{mean} <small>({kind['n']:,})</small>" in page
     assert sum("advantage" in turn for turn in agent_turns) == len(agent_turns) == sum(kind["n"] for kind in kinds)
-    rows, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
+    rows, pairs = (read(folder / "candidates" / name) for name in ("scored.jsonl", "pairs.jsonl"))
     for state, row in zip(data["states"], rows, strict=True):
         assert [c["advantage"] for c in state["candidates"]] == pytest.approx(row["advantages"], abs=1e-5)
         assert [c["text"] for c in state["candidates"]] == [c["text"] for c in row["candidates"]]
     for side in ("chosen", "rejected"):                              # a pair has one of each
         assert sum(candidate[side] for state in data["states"] for candidate in state["candidates"]) == len(pairs)
-    table = re.search(r"what the pairs say(.*?)</pre>", page, re.DOTALL)[1]
-    counts = [int(line.split()[-4]) for line in table.splitlines()[1:]]
-    assert sum(counts) == sum(len(row["candidates"]) for row in rows)
-
-
-def test_other_candidates_are_another_evaluation(credited, swept):
-    folder, words, _, _ = credited
-    assert "done already" in call(5, *words)
-    write(folder / "candidates" / "pairs.jsonl", read(swept / "pairs.jsonl")[1:])
-    assert "made with another" in refused(5, *words)
+    write(folder / "candidates" / "pairs.jsonl", pairs[1:])
+    assert "made with another" in refused(5, *words)                 # other candidates are another evaluation
 
 
 def test_advantages_of_the_files_are_shown_where_no_critic_gives_others(tmp_path):
@@ -413,27 +367,24 @@ def test_the_page_says_where_candidates_and_turn_advantages_do_not_compare(criti
     def lines(form_of_turns=(), **args):
         record(tmp_path / "sweet" / "args.json", {}, model=str(BASE), **args)
         return evaluate.candidate_form(str(tmp_path / "sweet"), backend, list(form_of_turns))
-    [blind] = lines(critic=str(critic), reference_sees_c=False)
-    [informed] = lines(critic=str(critic), reference_sees_c=None)
-    assert blind.endswith("log p(a|o, c) - log p_ref(a|o), a mean over the tokens of a")
-    assert informed.endswith("log p(a|o, c) - log p_ref(a|o, c), a mean over the tokens of a")
-    assert lines([blind], critic=str(critic), reference_sees_c=False) == [blind]
-    assert lines([informed], critic=str(critic), reference_sees_c=False) == [
-        blind, "The turn advantages are of another critic or another form: the two do not compare."]
+    blind, informed = ({"critic": str(critic), "reference_sees_c": sees_c} for sees_c in (False, None))
+    [blind_line], [informed_line] = lines(**blind), lines(**informed)
+    assert blind_line.endswith("log p(a|o, c) - log p_ref(a|o), a mean over the tokens of a")
+    assert informed_line.endswith("log p(a|o, c) - log p_ref(a|o, c), a mean over the tokens of a")
+    assert lines([blind_line], **blind) == [blind_line]
+    assert lines([informed_line], **blind) == [
+        blind_line, "The turn advantages are of another critic or another form: the two do not compare."]
     assert "p_ref(a|o, c) - log p_ref(a|o)" in lines(critic="untrained", reference_sees_c=None)[0]
-    for args in ({}, {"critic": str(tmp_path / "gone"), "reference_sees_c": None}):
+    for args in ({}, {**informed, "critic": str(tmp_path / "gone")}):
         assert lines(**args) == [f"{tmp_path}/sweet: was not ranked by a critic, or by one that is not there any more"]
 
 
-def test_bad_candidates_are_one_line(workspace, swept, tmp_path):
-    rows, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
-    page = {"problem_description": "?", "ground_truth": "<p>"}
+def test_bad_candidates_are_one_line(workspace, credited, tmp_path):
     words = [f"a={workspace}/offline.jsonl", "--candidates", tmp_path, "--out", tmp_path / "out"]
-    assert f"{tmp_path / 'scored.jsonl'}: no such file" in refused(5, *words)
-    write(tmp_path / "scored.jsonl", rows)
-    assert f"{tmp_path / 'pairs.jsonl'}: no such file" in refused(5, *words)
-    write(tmp_path / "scored.jsonl", [{**row, "task": page} for row in rows])
-    write(tmp_path / "pairs.jsonl", pairs)
+    for name in ("scored.jsonl", "pairs.jsonl"):
+        assert f"{tmp_path / name}: no such file" in refused(5, *words)
+        rows = read(credited[0] / "candidates" / name)
+        write(tmp_path / name, [{**row, "task": {"problem_description": "?", "ground_truth": "<p>"}} for row in rows])
     assert "a task of another domain" in refused(5, *words)
     assert not (tmp_path / "out").exists()
 
@@ -441,13 +392,10 @@ def test_bad_candidates_are_one_line(workspace, swept, tmp_path):
 def test_messages_of_another_trainer_get_advantages(workspace, regression_critic, credited, tmp_path, capsys, tiny):
     """Without ids it is what the same dialogues have with them: the docs' lines of Python run, too."""
     rows, exported = read(workspace / "offline.jsonl")[:6], read(credited[0] / "report" / "export" / "a.jsonl")[:6]
-    plain = []
-    for row in rows:
-        history = turns(*(turn["content"] for turn in row["dialogue_history"]))
-        plain.append({**{key: row[key] for key in ("task", "answer", "max_rounds")}, "dialogue_history": history})
+    plain = [{"task": row["task"], "answer": row["answer"], "max_rounds": row["max_rounds"],
+              "dialogue_history": turns(*(turn["content"] for turn in row["dialogue_history"]))} for row in rows]
     plain = read_trajectories(write(tmp_path / "plain.jsonl", plain))
-    critic = common.load_critic(common.read_critic(regression_critic, tiny[1], backend), common.load_whole("cpu"))
-    of_plain = common.score_turns(critic, tiny[1], plain, 4096, "cpu")
+    of_plain = common.score_turns(loaded(regression_critic, tiny[1]), tiny[1], plain, 4096, "cpu")
     assert f"agent turns: {sum(row['num_rounds'] for row in rows)} rendered again" in capsys.readouterr().out
     for row, example, advantages in zip(rows, exported, of_plain):
         assert len(example["kinds"]) == len(example["advantages"]) == row["num_rounds"]

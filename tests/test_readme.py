@@ -6,10 +6,8 @@ import importlib
 import io
 import json
 import os
-import pathlib
 import re
 import shlex
-import shutil
 import subprocess
 import tempfile
 
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 from colbench import DOMAINS
-from conftest import call, ROOT, stage
+from conftest import call, ROOT
 
 study = importlib.import_module("scripts.study")
 
@@ -31,19 +29,17 @@ PAPER = max(BLOCKS.values(), key=lambda block: block.count("--out"))            
 [LAPTOP] = [block for block in BLOCKS.values()                                   # their variables on a laptop
             if all(line.startswith("export ") for line in block.splitlines())]
 NOTEBOOK = "docs/notebook.md"                                       # its entries name what earlier commits have
-CODE = "\n".join(path.read_text() for folder in (".", "colbench", "examples", "lib", "scripts")
-                 for path in ROOT.glob(f"{folder}/*.py"))
+CODE = "\n".join(path.read_text() for folder in ("", "colbench/", "examples/", "lib/", "scripts/", "tests/bench_")
+                 for path in ROOT.glob(f"{folder}*.py"))
 
 # In place of programs: notes the words, and makes the output, which later lines list.
 NOTE = """
+exec 3>&1 > /dev/null
 note() {
-    printf '%q ' "$@" >> "$LOG"
-    echo >> "$LOG"
+    printf '%q ' "$@" >&3
+    echo >&3
     while [ $# -gt 1 ]; do
-        case "$1 $2" in
-            "--out "*.*) mkdir -p "$(dirname "$2")"; touch "$2" ;;
-            "--out "*) mkdir -p "$2" ;;
-        esac
+        if [ "$1" = --out ]; then mkdir -p "$(dirname "$2")"; [[ $2 != *.* ]] || touch "$2"; fi
         shift
     done
 }
@@ -55,31 +51,27 @@ for name in python torchrun bash pip cp vllm; do eval "$name() { note $name \\"\
 def started(block):
     """The commands that a block starts, as lists of words; its variables and loops are expanded by the shell itself."""
     with tempfile.TemporaryDirectory() as folder:
-        log = pathlib.Path(folder, "log")
-        log.touch()
-        environment = {"PATH": "/usr/bin:/bin", "LOG": str(log), "LC_ALL": "C.UTF-8"}
         process = subprocess.run(["bash", "-euo", "pipefail", "-c", NOTE + block], cwd=folder, text=True,
-                                 capture_output=True, env=environment)
-        assert process.returncode == 0, process.stderr
-        return [shlex.split(line) for line in log.read_text().splitlines()]
+                                 capture_output=True, env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"})
+    assert process.returncode == 0, process.stderr
+    return [shlex.split(line) for line in process.stdout.splitlines()]
 
 
-def stages_of(block):
-    """The commands of a block that start stages: [the stage, its arguments …]."""
-    commands = []
-    for _, *words in started(block):
-        at = next(number for number, word in enumerate(words) if word.endswith(".py"))
-        commands.append(words[at:])
-    return commands
+def command_of(words):
+    """(the program, its arguments) of a command: a file, or a module after -m."""
+    at = next(number for number, word in enumerate(words) if word == "-m" or word.endswith((".py", ".sh")))
+    at += words[at] == "-m"
+    return words[at], words[at + 1:]
+
+
+def commands_of(block):
+    return [command_of(words) for words in started(block)]
 
 
 def program_of(name):
     """The module of a stage, of a fork ("examples.grpo"), of a script ("scripts/critics.py"), or of colbench."""
-    if name == "colbench":
-        name = "colbench.__main__"
-    if name[0] == "0":
-        return stage(int(name[:2]))
-    return importlib.import_module(name.removesuffix(".py").replace("/", "."))
+    name = name.removesuffix(".py").replace("/", ".")
+    return importlib.import_module("colbench.__main__" if name == "colbench" else name)
 
 
 @functools.cache
@@ -111,44 +103,35 @@ def test_every_command_parses(name):
     for program, *words in started(BLOCKS[name]):
         if program == "cp":
             copies[words[1].removesuffix(".py").replace("/", ".")] = words[0]
-        elif program in ("python", "torchrun") and "-m" in words:
-            at = words.index("-m") + 1
-            if words[at] != "pytest":
-                check_command(copies.get(words[at], words[at]), words[at + 1:])
         elif program in ("bash", "python", "torchrun"):
-            at = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
-            assert at == 0 or program == "torchrun"
-            check_command(words[at], words[at + 1:])
+            name, arguments = command_of(words)
+            if name != "pytest":
+                check_command(copies.get(name, name), arguments)
         elif program == "pip" and "-r" in words:
             assert (ROOT / words[words.index("-r") + 1]).is_file()
 
 
 def test_the_paper_s_rows_are_all_there_and_take_the_published_code_s_preset():
-    for name, *words in stages_of(f"export PRESET=released-backend\n{PAPER}"):
-        check_command(name, words)
-    table, *curves = stages_of(PAPER)[-3:]
-    rows, points, sizes = ({word.split("=")[0] for word in words if "=" in word} for words in (table, *curves))
-    assert rows >= {"single", "base", "rft", "mtdpo", "sweet", "sweet-no-norm", "big", "big-sweet",
-                    "big-single"}
+    for name, arguments in commands_of(f"export PRESET=released-backend\n{PAPER}"):
+        check_command(name, arguments)
+    last_three = [arguments for _, arguments in commands_of(PAPER)[-3:]]
+    rows, points, sizes = ({word.split("=")[0] for word in words if "=" in word} for words in last_three)
+    assert rows >= {"single", "base", "rft", "mtdpo", "sweet", "sweet-no-norm", "big", "big-sweet", "big-single"}
     assert sizes >= {"sweet@15000", "mtdpo@3000"}
     assert points >= {"critic@32", "critic-no-c@1", "critic-value@4", "judge@16"} and not rows & points
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != NOTEBOOK])
-def test_flags_that_the_pages_name_exist(page):
-    forks = [f"examples.{path.stem}" for path in ROOT.glob("examples/[!_c]*.py")]
-    scripts = [f"scripts/{name}" for name in ("study.py", "critics.py", "make_tiny.sh")]
-    benchmarks = "".join(path.read_text() for path in ROOT.glob("tests/bench_*.py"))
-    known = set(re.findall(r'"(--[\w-]+)"', benchmarks))
-    for name in [*(path.name for path in ROOT.glob("0*.py")), *forks, *scripts, "tests/run.sh", "run.sh"]:
-        known |= flags_of(name)
-    for span in [span for other, span in SPANS if other == page]:
-        words = span.split()
-        if not words or words[0] in ("vllm", "torchrun", "pip", ".venv/bin/python"):         # their own flags
+def test_flags_and_functions_that_the_pages_name_exist():
+    names = {span[:-2] for page, span in SPANS if re.fullmatch(r"\w+\(\)", span) and page != NOTEBOOK}
+    assert [name for name in names if not re.search(rf"\bdef {name}\(", CODE)] == []
+    known = {"--help", *re.findall(r'"(--[\w-]+)"', CODE)}
+    for page, span in SPANS:
+        words = span.split() or [""]
+        if page == NOTEBOOK or words[0] in ("vllm", "torchrun", "pip", ".venv/bin/python"):          # their own flags
             continue
         scripts = [word for word in words if re.fullmatch(r"0\d_\w+\.py|scripts/\w+\.py|[\w/]+\.sh", word)]
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
-        assert not flags or flags <= (flags_of(scripts[0]) if scripts else known), span
+        assert not flags or flags <= (flags_of(scripts[0]) if scripts else known), (page, span)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -165,11 +148,6 @@ def test_files_that_the_pages_name_exist(page):
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
             anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
             assert target.exists() and (not anchor or anchor in anchors), address
-
-
-def test_functions_that_the_pages_name_exist():
-    names = {span[:-2] for page, span in SPANS if re.fullmatch(r"\w+\(\)", span) and page != NOTEBOOK}
-    assert [name for name in names if not re.search(rf"\bdef {name}\(", CODE)] == []
 
 
 def changed(name):
@@ -213,15 +191,14 @@ def test_the_interface_of_a_domain_is_documented_whole():
     from colbench import defaults
     assert any("](../colbench/__init__.py)" in page for page in PAGES.values())           # where it is stated, once
     sections = re.split(r"\n-{10,}\n", colbench.__doc__)[1:]
-    names = [set(re.findall(r"^([A-Z_]{2,}|[a-z_]+(?=\()|Environment)", section, re.MULTILINE)) for section in sections]
-    required, *optional, of_world = names
+    required, *optional, of_world = (
+        set(re.findall(r"^([A-Z_]{2,}|[a-z_]+(?=\()|Environment)", section, re.MULTILINE)) for section in sections)
     optional = set.union(*optional)
     assert 5 < len(required) <= 16 and len(optional) > 15 and of_world == {"TAKES"}
+    assert optional <= set(dir(defaults)) and not (required - {"Environment"}) & set(dir(defaults))
     for domain in DOMAINS.values():
-        missing = [name for name in required | optional if not hasattr(domain, name)]
+        missing = (required | optional) - set(dir(domain))
         assert not missing and hasattr(domain.Environment, "TAKES"), (domain.__name__, missing)
-    assert not [name for name in optional if not hasattr(defaults, name)]
-    assert not [name for name in required - {"Environment"} if hasattr(defaults, name)]
 
 
 def test_the_readme_is_short_and_the_number_of_attacks_is_right():
@@ -231,66 +208,59 @@ def test_the_readme_is_short_and_the_number_of_attacks_is_right():
     assert set(re.findall(r"(\d+) attacks", "\n".join(PAGES.values()))) <= {number}
 
 
-def figures_of(name):
-    """What the pages say of a file of docs/: each mean with its interval, or the means of a method's rounds."""
+def table_of(name):
     with open(ROOT / "docs" / f"{name}.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    means = {number: f"{float(row['success']):.3f}"[1:] for number, row in enumerate(rows)}
-    if not name.startswith("rounds"):
-        return [f"{means[number]} [{float(row['low']):.3f}, {float(row['high']):.3f}]".replace("0.", ".")
-                for number, row in enumerate(rows) if row["low"]]
-    return [" ".join(means[number] for number, row in enumerate(rows) if row["method"] == method)
-            for method in ("mtdpo", "sweet")]
+        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("name", ["seeds", "efficiency", "rounds_320", "rounds_sql_320"])
 def test_the_pages_show_the_figures_of_the_pictures(name):
+    """Each mean with its interval, or the means of a method's rounds."""
+    figures, rounds = [], {"mtdpo": [], "sweet": []}
+    for row in table_of(name):
+        mean, low, high = (f"{float(row[key] or 0):.3f}".removeprefix("0") for key in ("success", "low", "high"))
+        if name.startswith("rounds"):
+            rounds[row["method"]].append(mean)
+        elif row["low"]:
+            figures.append(f"{mean} [{low}, {high}]")
+    figures += [" ".join(means) for means in rounds.values() if means]
     text = "\n".join(PAGES.values()).replace("*", "").replace(" | ", " ")
-    figures = figures_of(name)
     assert len(figures) >= 2 and [line for line in figures if line not in text] == []
 
 
 def test_the_means_of_the_seeds_are_theirs():
-    with open(ROOT / "docs" / "seeds.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of("seeds")
     for whole in [row for row in rows if row["seed"] == "all"]:
         seeds = [float(row["success"]) for row in rows if row["method"] == whole["method"] and row["seed"] != "all"]
         assert len(seeds) == 10 and sum(seeds) / 10 == pytest.approx(float(whole["success"]), abs=6e-4)
 
 
-def kind_of(words):
-    """What a command runs: its words without paths. Two rows of another tokenizer are of a kind of their own."""
-    names = [word for word in words if "/" not in word or "judge:" in word]
-    if words[-1].endswith(("big-critic", "big-sweet")):
-        names.append("big")
-    return " ".join(names)
-
-
 def test_every_row_runs_small(tmp_path, workspace):
-    """Two tasks' worth of everything, and of the rows of a kind the first one: the others get a copy of its output. BIG
-    has another tokenizer, so that its dialogues are rendered again."""
+    """Two tasks' worth of everything, and of the rows of a kind, whose words are the same but for paths, the first one:
+    the others get a link to its output. BIG has another tokenizer, so that its dialogues are rendered again."""
     environment = (f"export DATA='--num-tasks 6' K=2 NS=2 SIZES=12 BIG={workspace}/model "
                    "ROLL='--max-rounds 8 --max-new-tokens 100' CRITIC='--lr 3e-4 --max-steps 1 --held-out-frac 0' "
                    "SWEET='--max-steps 1 --max-new-tokens 30 --num-candidates 4 --pairs-per-turn 1 --data-frac 0.1' "
                    "MTDPO='--max-steps 1' RFT='--max-steps 1'")
-    commands = [[word.replace("out/rows", str(tmp_path)) for word in words]
-                for words in stages_of(f"{LAPTOP}\n{environment}\n{PAPER}")]
+    commands = []
+    for name, words in commands_of(f"{LAPTOP}\n{environment}\n{PAPER}"):
+        commands.append((int(name[:2]), [word.replace("out/rows", str(tmp_path)) for word in words]))
     outputs = {}                                                     # {kind: the output of its first row}
-    for words in commands[:-3]:
+    for number, words in commands[:-3]:
         out = words[-1]
-        first = outputs.setdefault(kind_of(words), out)
-        if first != out and os.path.isdir(first):
-            shutil.copytree(first, out)
-        elif first != out:
-            for ending in ("", ".args.json"):
-                shutil.copy(first + ending, out + ending)
+        names = [word for word in words if "/" not in word or "judge:" in word]
+        kind = number, *names, out.endswith(("big-critic", "big-sweet"))
+        first = outputs.setdefault(kind, out)
+        if first != out:
+            for ending in ("", ".args.json"):                        # of a folder this leads nowhere
+                os.symlink(first + ending, out + ending)
         else:
-            if words[0] == "01_generate_tasks.py" and "test" in words:
+            if number == 1 and "test" in words:
                 words += ["--num-tasks", "2"]                        # the last one wins
-            if words[0] == "02_rollout.py" and "offline" not in out:
+            if number == 2 and "offline" not in out:
                 words += ["--max-rounds", "2", "--max-new-tokens", "30"]
-            call(int(words[0][:2]), *words[1:])
+            call(number, *words)
     assert len(outputs) == 20
-    table, curves, scaling = [call(5, *words) for _, *words in commands[-3:]]
+    table, curves, scaling = [call(5, *words) for _, words in commands[-3:]]
     assert "published: success" in table and "sweet-regression" in table
     assert "critic-value" in curves and "sweet" in scaling

@@ -16,8 +16,6 @@ from trl.chat_template_utils import qwen2_5_chat_template  # noqa: E402
 
 from colbench import backend  # noqa: E402
 
-NUM_STEPS = 150
-
 
 def call(name, **arguments):
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {
@@ -39,7 +37,6 @@ def dialogue(task, code):
 
 def main(path, folder):
     torch.manual_seed(0)
-    tasks = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "tiny")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"])
@@ -47,28 +44,23 @@ def main(path, folder):
     tokenizer.pad_token = tokenizer.pad_token or "<|im_start|>"
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None))
-    rows = []
-    for task in tasks:
+        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None))
+    rows = []                                                        # (ids, labels), each (1, T)
+    for task in map(json.loads, pathlib.Path(path).read_text().splitlines()):
         reference = task["ground_truth"]
         for code in (reference, f"{reference.rpartition('return')[0]}return 0"):      # differ where nothing follows
             messages, tools = dialogue(task, code)
             text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-            prompt, said = text.split("<|im_start|>assistant\n", 1)
-            prompt, said = (tokenizer(part, add_special_tokens=False).input_ids for part in
-                            (f"{prompt}<|im_start|>assistant\n", said))
-            ids, labels = torch.tensor([prompt + said]), torch.tensor([[-100] * len(prompt) + said])       # (1, T)
-            rows.append((ids, labels))
-    print(f"{len(rows)} dialogues, at most {max(ids.shape[1] for ids, _ in rows)} tokens")
+            prompt, cue, said = text.partition("<|im_start|>assistant\n")
+            prompt, said = (tokenizer(part, add_special_tokens=False).input_ids for part in (prompt + cue, said))
+            rows.append((torch.tensor([prompt + said]), torch.tensor([[-100] * len(prompt) + said])))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(NUM_STEPS):
+    for step in range(150):
         ids, labels = rows[step % len(rows)]
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
+        model(input_ids=ids, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"loss {loss.item():.4f} after {NUM_STEPS} steps")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
