@@ -1,19 +1,16 @@
 """Data of others become ours: the published format (--source colbench; the files in tests/colbench are written by us),
 WebSight's pages, and dialogues that another program has made, as {"messages", "reward", "c"}."""
-import collections
 import json
 import random
 import re
 import shutil
 
 import pytest
-from transformers import AutoTokenizer
 
 import common
-from colbench import ColBenchError, published, task_id
-from conftest import BASE, call, read, refused, ROOT, trajectory, turns, write
+from colbench import published, task_id
+from conftest import BASE, call, read, refused, ROOT, turns, write
 from lib.data import read_trajectories
-from lib.runtime import InputError
 
 COPY = ROOT / "tests" / "colbench"
 TRAIN, TEST = COPY / "backend_tasks" / "train.jsonl", COPY / "backend_tasks" / "test.jsonl"
@@ -66,8 +63,6 @@ def test_num_tasks_takes_the_first_of_a_seeded_shuffle(tmp_path, offline):
     random.Random(5).shuffle(ids := list(TRAIN_IDS))
     tasks = take("--split", "train", "--num-tasks", 2, "--seed", 5, out=tmp_path / "t.jsonl")
     assert [task["task_id"] for task in tasks] == ids[:2] and "kept 2 of 6 tasks\n" in take.printed
-    line = refused(1, "--source", "colbench", "--path", TEST, "--num-tasks", 4, "--out", tmp_path / "u.jsonl")
-    assert line == "--num-tasks 4: there are only 3 tasks"
     # of trajectories: all of a task, in the order of the file
     random.Random(1).shuffle(ids := TRAIN_IDS[:4])
     kept = take("--trajectories", "--num-tasks", 2, "--seed", 1, out=tmp_path / "o.jsonl")
@@ -84,7 +79,7 @@ def offline(tmp_path_factory):
     return out
 
 
-def test_blocks_become_samples_and_rows_keep_every_key(offline, tmp_path):
+def test_blocks_become_samples_and_rows_keep_every_key(offline):
     rows, logged = read(offline), read(OFFLINE)
     assert [row["task_id"] for row in rows] == TRAIN_IDS[:4] * 2 == [task_id(row["task"]) for row in rows]
     assert [row["sample"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -98,12 +93,13 @@ def test_blocks_become_samples_and_rows_keep_every_key(offline, tmp_path):
             more = {"input", "output"} if turn["role"] == "assistant" else set()
             assert set(turn) == {"role", "content"} | more
     assert rows[2]["source"] == "trial run" and read_trajectories(offline) == rows
-    uneven = write(tmp_path / "uneven.jsonl", [logged[0], *logged[5:], logged[0]])
-    assert [row["sample"] for row in take("--trajectories", path=uneven, out=tmp_path / "b")] == [0, 0, 0, 0, 1]
 
 
 def test_the_logged_system_prompt_is_written_beside(offline, tmp_path):
     assert offline.with_name("offline.jsonl.system_prompt.txt").read_text() == SYSTEM + "\n"
+    row = {**read_trajectories(offline)[2], "max_rounds": 3}        # another template gets it, without our note
+    system, *_, last = common.agent_chat(row, row["dialogue_history"][:-1])
+    assert system == {"role": "system", "content": SYSTEM} and "last round" not in last["content"]
     rows = read(OFFLINE)
     other = json.loads(json.dumps(rows[0]).replace(SYSTEM, "Say {nothing}."))
     for row in rows[2:4]:
@@ -114,40 +110,6 @@ def test_the_logged_system_prompt_is_written_beside(offline, tmp_path):
     assert "in the logged prompts of 6 of 9 trajectories" in take.printed
     take("--trajectories", path=write(tmp_path / "none.jsonl", rows[2:4]), out=tmp_path / "n.jsonl")
     assert not (tmp_path / "n.jsonl.system_prompt.txt").exists()
-
-
-def test_another_template_gets_the_logged_system_prompt(offline):
-    """A policy whose template did not make the logged prompts has them rendered with the system prompt in them, and
-    without our note on the last round."""
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.chat_template = tokenizer.chat_template.replace("message.role != 'system'", "true")
-    counts = collections.Counter()
-    prompts = common.agent_turns(tokenizer, {**read_trajectories(offline)[2], "max_rounds": 3}, counts)
-    assert counts == {"rendered again": 3}
-    for prompt, _ in prompts:
-        assert prompt.startswith(f"<|system|>{SYSTEM}<|end|><|user|>") and "last round" not in prompt
-
-
-# --- refused
-
-NAME = "facebook/collaborative_agent_bench"
-HUB = f'{NAME}: .*"hf download --repo-type dataset {NAME} {{}} --local-dir FOLDER", then pass --path FOLDER'
-
-
-@pytest.mark.parametrize("flags, line", [
-    (["--split", "test"], HUB.format("backend_tasks/test.jsonl")), (["--trajectories"], HUB.format(OFFLINE.name)),
-    ([], HUB.format("backend_tasks/train.jsonl backend_tasks/test.jsonl")),
-    (["--path", COPY, "--split", "validation"],
-     "--split validation: of this the published data have train and test only"),
-    (["--path", COPY, "--split", "test", "--trajectories"],
-     "--split test: of this the published data have train only"),
-    (["--path", "no/such"], "no/such: no such file or folder"),
-    (["--path", COPY / "backend_tasks", "--trajectories"], f"{COPY / 'backend_tasks'}: no {OFFLINE.name} in it"),
-    (["--path", TEST, "--trajectories"], f"{TEST}:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks")])
-def test_arguments_are_refused_in_one_line(flags, line, tmp_path):
-    """Without the hub it says what to do."""
-    assert re.fullmatch(line, refused(1, "--source", "colbench", *flags, "--out", tmp_path / "t.jsonl"))
-    assert not list(tmp_path.iterdir())
 
 
 # --- WebSight
@@ -171,18 +133,35 @@ def test_websight_from_jsonl_and_parquet(tmp_path):
     assert "7 rows in the order of the data set: 3 kept, 2 empty, 1 repeated, 1 no page\n" in take.printed
 
 
-def test_websight_is_refused_in_one_line(tmp_path):
-    (bad := tmp_path / "x.parquet").write_text("no parquet")
-    (empty := tmp_path / "empty").mkdir()
-    site = COPY / "websight.jsonl"
-    for flags, line in (([], r"HuggingFaceM4/WebSight: cannot be read \(.*--path FOLDER/v0.2"),
-                        (["--path", empty], f"{empty}: no .parquet files in it"),
-                        (["--path", "no/such"], "no/such: no such file or folder"),
-                        (["--path", bad], rf"{bad}: cannot be read \(.*"),
-                        (["--path", site, "--num-tasks", 4], f"--num-tasks 4: there are only 3 tasks in {site} "
-                         r"\(rows: 3 kept, 2 empty, 1 repeated, 1 no page\)")):
-        assert re.fullmatch(line, refused(1, "--source", "websight", "--out", tmp_path / "t.jsonl", *flags))
-    assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.jsonl.args.json").exists()
+NAME = "facebook/collaborative_agent_bench"
+HUB = f'{NAME}: .*"hf download --repo-type dataset {NAME} {{}} --local-dir FOLDER", then pass --path FOLDER'
+PAGES = COPY / "websight.jsonl"
+COUNTS = r"\(rows: 3 kept, 2 empty, 1 repeated, 1 no page\)"
+
+
+@pytest.mark.parametrize("source, flags, line", [
+    ("colbench", "--split test", HUB.format("backend_tasks/test.jsonl")),
+    ("colbench", "--trajectories", HUB.format(OFFLINE.name)),
+    ("colbench", "", HUB.format("backend_tasks/train.jsonl backend_tasks/test.jsonl")),
+    ("colbench", f"--path {COPY} --split validation",
+     "--split validation: of this the published data have train and test only"),
+    ("colbench", f"--path {COPY} --split test --trajectories",
+     "--split test: of this the published data have train only"),
+    ("colbench", "--path no/such", "no/such: no such file or folder"),
+    ("colbench", "--path empty --trajectories", f"empty: no {OFFLINE.name} in it"),
+    ("colbench", f"--path {TEST} --num-tasks 4", "--num-tasks 4: there are only 3 tasks"),
+    ("websight", "", r"HuggingFaceM4/WebSight: cannot be read \(.*--path FOLDER/v0.2"),
+    ("websight", "--path no/such", "no/such: no such file or folder"),
+    ("websight", "--path empty", "empty: no .parquet files in it"),
+    ("websight", "--path bad.parquet", r"bad.parquet: cannot be read \(.*"),
+    ("websight", f"--path {PAGES} --num-tasks 4", f"--num-tasks 4: there are only 3 tasks in {PAGES} {COUNTS}")])
+def test_arguments_are_refused_in_one_line(source, flags, line, tmp_path, monkeypatch):
+    """Without the hub it says what to do."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    (tmp_path / "empty").mkdir()
+    assert re.fullmatch(line, refused(1, "--source", source, *flags.split(), "--out", "out/t.jsonl"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_addresses_stay_and_a_tag_can_name_the_size():
@@ -235,21 +214,3 @@ def test_all_stages_take_it(path, tmp_path):
     assert metrics["mean_reward"] == 0.5 and metrics["n"] == 16 and "0.500" in printed
     page = (tmp_path / "report" / "report.html").read_text()
     assert "the price of 3" in page and "12 and <script>" not in page
-
-
-OWN = dialogue("a", "b", 1)
-
-
-@pytest.mark.parametrize("rows, fault", [
-    ([{**OWN, "reward": "good"}], '1: "reward" is a str'),
-    ([{**OWN, "messages": []}], '1: "messages" must begin with'),
-    ([{**OWN, "messages": OWN["messages"][2:]}], '1: "messages" must begin with'),
-    ([{**OWN, "messages": [{"role": "tool", "content": "a"}]}], '1: messages: item 0: "role"'),
-    ([{**OWN, "c": 1}], '1: "c" is a int'),
-    ([trajectory("t", "", reward=1), OWN], "2: task: a task of another domain"),
-    ([trajectory("t", "", reward=1, task={"problem_description": "?", "ground_truth": "def f(): 0"})],
-     '1: task: missing "test_cases", or what a task of another domain has (backend, frontend, sql)')])
-def test_rows_that_are_none_or_of_two_kinds_are_refused_in_one_line(path, rows, fault):
-    with pytest.raises((InputError, ColBenchError)) as error:
-        read_trajectories(write(path, rows))
-    assert str(error.value).startswith(f"{path}:{fault}")

@@ -17,16 +17,11 @@ CAKE = """def cake_price(layers, guests):
     \"\"\"What a cake costs.\"\"\"
     price = 12 + 7 * layers
     if guests > 20:
-        price = price + 3 * (guests - 20)
+        price = cake_price(layers, 20) + 3 * (guests - 20)
     return price"""
 CAKE_WANTED = "Our bakery needs the price of a cake.\ndef cake_price(layers, guests):"
 CAKE_TESTS = [f"cake_price({layers}, {guests})" for layers in (1, 2) for guests in (4, 20, 21, 30, 50)]
-CODES = '''def shelf_code(author, year):
-    prefix = author[:3].upper()
-    return prefix + ("-N" if year >= 1990 else "-O")'''
-CODES_WANTED = "I label the books of a small library by author and year: `shelf_code(author, year)`"
-CODES_TESTS = [f"shelf_code({author!r}, {year})" for author in ("Lem", "Woolf", "Poe", "Eco", "Roth")
-               for year in (1989, 1990)]
+OPERA = "The seats of an opera house in winter, for which a rule is wanted: `cake_price(layers, guests)`"
 TIDE = """def tide_words(hours):
     return ["low" if hour % 12 < 5 else "high" for hour in hours if hour >= 0]"""
 TIDE_WANTED = "Tell me the state of the tide at several hours.\n\n    def tide_words(hours: list) -> list:"
@@ -45,16 +40,16 @@ def named(code, name):
 ATTEMPTS = [                                                   # (reply, what becomes of it)
     (wrote(), "kept"),
     ("I would rather talk about cakes.", "no JSON object"),
-    ("```json\n" + wrote(CODES, CODES_WANTED, CODES_TESTS + ["shelf_code('Mann', 3)"]) + "\n```", "kept"),
+    ("```json\n" + wrote(CAKE.replace("12", "13"), OPERA, CAKE_TESTS + ["cake_price(9, 9)"]) + "\n```", "kept"),
     ('{"code": "def f(x):\\n    return x", "descr', "no JSON object"),
     (wrote(tests=CAKE_TESTS[:9] + ["cake_price( 1,4 )"]), "too few tests: 9"),
     (named("import random\ndef lucky(n):\n    return random.random() + n", "lucky"), "random: test1: "),
     (named("def constant(n):\n    return n * 0", "constant"), "vacuous: every test gives 0"),
     (named("def crash(n):\n    return 1 // n", "crash"), "reference fails: test1: ZeroDivisionError"),
     (named("def order(n):\n    return list({'a%d' % n, 'b', 'c', 'd'})", "order"), "order of a set: other results"),
-    (wrote(CAKE.replace("12", "14")), "near duplicate: 0."),
-    (wrote(CAKE.replace("cake_price", "f").replace("What", "How much"), "A sum, please.\ndef f(layers, guests):",
-           [call.replace("cake_price", "f") for call in CAKE_TESTS]), "the body of a kept task"),
+    (wrote(CAKE.replace("12", "14")), "near duplicate: 0.83 of the word triples of a kept task and its own"),
+    (wrote(CAKE.replace("layers", "layers: int", 1).replace("What", "How much"), "A sum: `cake_price(layers, guests)`")
+     .replace("cake_price", "f"), "the body of a kept task"),
     (wrote(description="price = 12 + 7*layers, more for many.\n" + CAKE_WANTED),
      "code in the description: price=12+7*layers"),
     (wrote(TIDE, TIDE_WANTED, {f"test{i}": call for i, call in enumerate(TIDE_TESTS)}), "kept")]
@@ -91,8 +86,8 @@ def test_what_becomes_of_replies(sampler, tmp_path):
                                  0.5))
     tasks, rejected = read(tmp_path / "t.jsonl"), read(tmp_path / "t.rejected.jsonl")
     assert [(task["attempt"], task["ground_truth"], task["problem_description"]) for task in tasks] == [
-        (0, CAKE, CAKE_WANTED), (2, CODES, CODES_WANTED), (12, TIDE, TIDE_WANTED)]
-    assert [list(task["test_cases"].values()) for task in tasks] == [CAKE_TESTS, CODES_TESTS, TIDE_TESTS]
+        (0, CAKE, CAKE_WANTED), (2, CAKE.replace("12", "13"), OPERA), (12, TIDE, TIDE_WANTED)]
+    assert [list(task["test_cases"].values()) for task in tasks] == [CAKE_TESTS, CAKE_TESTS, TIDE_TESTS]
     assert list(tasks[0]["test_cases"]) == [f"test{i}" for i in range(1, 11)]
     outcomes = {row["attempt"]: row["reply"] for row in rejected}
     assert outcomes == {i: reply for i, (reply, reason) in enumerate(ATTEMPTS) if reason != "kept"}
@@ -120,32 +115,25 @@ def test_other_splits_are_counted_apart(sampler, tmp_path):
 FEW = [REPLIES[i] for i in (0, 1, 3, 4, 2, 11, 12)]                              # of which 0, 4 and 6 are kept
 
 
-def test_batches_and_a_server_that_dies_do_not_change_the_file(sampler, tmp_path):
+def test_neither_batches_nor_a_server_that_dies_nor_too_few_attempts_change_the_file(sampler, tmp_path):
+    """What is there is not asked again."""
     sampler.replies = list(FEW)
     call(1, *arguments(tmp_path / "whole.jsonl", "--num-tasks", 3, "--concurrency", 7))
     asked = [seed for _, _, seed in sampler.chats]
+    command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--max-attempts")
     sampler.replies, sampler.chats[:] = FEW[:5] + [InputError("the server died")], []
-    command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3)
-    assert refused(1, *command) == "the server died"
+    assert refused(1, *command, 6) == "the server died"
     assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.rejected.jsonl").exists()
-    sampler.replies, sampler.chats[:] = [*FEW[5:], ""], []
-    call(1, *command)
-    assert [seed for _, _, seed in sampler.chats][:2] == asked[5:]               # what is there is not asked again
+    sampler.replies, sampler.chats[:] = FEW[5:], []
+    assert refused(1, *command, 6) == (
+        "--max-attempts 6: 2 of 3 tasks kept (2 kept, 2 no JSON object, 1 too few tests, 1 the body of a kept task; "
+        f"see {tmp_path / 't.rejected.jsonl'}); the same command with a higher one goes on from here")
+    assert len(read(tmp_path / "t.rejected.jsonl")) == 4 and not (tmp_path / "t.jsonl").exists()
+    call(1, *command, 7)
+    assert [seed for _, _, seed in sampler.chats] == asked[5:]
     for ending in ("jsonl", "rejected.jsonl"):
         assert (tmp_path / f"t.{ending}").read_bytes() == (tmp_path / f"whole.{ending}").read_bytes()
-    call(1, *command)                                                                              # done: asks nothing
-
-
-def test_too_many_attempts_are_one_line_and_more_of_them_go_on(sampler, tmp_path):
-    command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--max-attempts")
-    sampler.replies = FEW[:4]
-    assert refused(1, *command, 4) == (
-        "--max-attempts 4: 1 of 3 tasks kept (2 no JSON object, 1 kept, 1 too few tests; see "
-        f"{tmp_path / 't.rejected.jsonl'}); the same command with a higher one goes on from here")
-    assert len(read(tmp_path / "t.rejected.jsonl")) == 3 and not (tmp_path / "t.jsonl").exists()
-    sampler.replies = FEW[4:]
-    call(1, *command, 7)
-    assert [task["attempt"] for task in read(tmp_path / "t.jsonl")] == [0, 4, 6] and sampler.replies == []
+    call(1, *command, 7)                                                                           # done: asks nothing
 
 
 def test_a_local_model_on_one_rank_or_two(tmp_path):
@@ -214,39 +202,18 @@ def test_reasons_before_anything_runs(changed, reason):
     assert reason or list(task["test_cases"].values()) == CAKE_TESTS
 
 
-def test_repeats():
-    def task(code, description=CAKE_WANTED, call="f(1)"):
-        return {"problem_description": description, "ground_truth": code, "test_cases": {"test1": call}}
-
-    seen = (set(), [])
-    first = task("def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)",
-                 "Count the rabbits of my neighbour after a year.")
-    assert written.repeat_reason(first, seen) is None
-    other = task('def g(n: int):\n    """Other."""\n    return n if n < 2 else g(n-1) + g(n-2)', "Stairs!", "g(2)")
-    assert written.repeat_reason(other, seen) == "the body of a kept task"
-    near = {**first, "ground_truth": first["ground_truth"].replace("< 2", "< 3")}
-    assert written.repeat_reason(near, seen) == "near duplicate: 0.76 of the word triples of a kept task and its own"
-    far = {**near, "problem_description": "Something else altogether about the seats of an opera house in winter."}
-    assert written.repeat_reason(far, seen) is None
-
-
-@pytest.mark.parametrize("name, content, texts", [
-    ("a.txt", "one\nand more\n\n \ntwo", ["one\nand more", "two"]), ("a.txt", "x" * 3000, ["x" * 2000]),
-    ("a.jsonl", '{"text": "one\\n\\ntwo", "id": 3}\n{"text": " "}\n{"text": "three"}\n', ["one\n\ntwo", "three"])])
-def test_seed_texts(name, content, texts, tmp_path):
-    (tmp_path / name).write_text(content)
-    assert generate_tasks.read_seed_texts(tmp_path / name) == texts
-
-
-@pytest.mark.parametrize("name, content, line", [
-    ("a.jsonl", b'{"text": "one"}\n{"words": 3}\n', '{path}:2: missing "text"'),
-    ("a.txt", b" \n\n", "{path}: no text in it"),
-    ("a.txt", b"\xff", "{path}: no UTF-8 text (")])
-def test_bad_seed_files_are_one_line(name, content, line, tmp_path):
+@pytest.mark.parametrize("name, content, expected", [
+    ("a.txt", b"one\nand more\n\n \ntwo", ["one\nand more", "two"]), ("a.txt", b"x" * 3000, ["x" * 2000]),
+    ("a.jsonl", b'{"text": "one\\n\\ntwo", "id": 3}\n{"text": " "}\n{"text": "three"}\n', ["one\n\ntwo", "three"]),
+    ("a.jsonl", b'{"text": "one"}\n{"words": 3}\n', ':2: missing "text"'), ("a.txt", b" \n\n", ": no text in it"),
+    ("a.txt", b"\xff", ": no UTF-8 text (")])
+def test_seed_texts_or_the_line_that_says_why_there_are_none(name, content, expected, tmp_path):
     (tmp_path / name).write_bytes(content)
-    out = tmp_path / "out" / "t.jsonl"
-    assert refused(1, *arguments(out, "--seeds", tmp_path / name)).startswith(line.format(path=tmp_path / name))
-    assert not out.parent.exists()
+    if isinstance(expected, list):
+        assert generate_tasks.read_seed_texts(tmp_path / name) == expected
+    else:
+        line = refused(1, *arguments(tmp_path / "out" / "t.jsonl", "--seeds", tmp_path / name))
+        assert line.startswith(f"{tmp_path / name}{expected}") and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("split, attempts", [("all", 200), ("train", 250), ("test", 2000)])

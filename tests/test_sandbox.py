@@ -13,6 +13,7 @@ import os
 import pathlib
 import random
 import re
+import select
 import shutil
 import signal
 import socket
@@ -40,7 +41,6 @@ from colbench.values import encode, equal_values, is_encoded, readable
 SECRET = "the-secret-" + "of-the-parent"                           # in the parent's memory, environment and a file
 LAYERS = "namespaces", "landlock"
 REFUSED_AT_ONCE = "reads", "writes", "opens", "network", "processes"      # groups of attacks that stand in one answer
-LANDLOCK_VERSION = 'version = check(libc.syscall(444, None, 0, 1), "Landlock")'
 HARMLESS = object()                                                 # the attack's own test may give anything but loot
 MADE = object()                                                     # and with Landlock, which lets it, "harmless"
 
@@ -56,10 +56,13 @@ for section in pathlib.Path(__file__).with_name("attacks.txt").read_text().split
     SECTIONS[title] = text
 HOSTILE, DAMAGING = SECTIONS.pop("the answer"), SECTIONS.pop("the answer that does damage")
 DAMAGE = [item.split("\n", 1) for item in listed(SECTIONS.pop("damage, behind where it would show"))]
-ATTACKS = []                                                        # (group, body, what its own test must give)
+ATTACKS, BATCHES = [], {}                       # (body, what its own test must give); {name: those of one answer}
 for title, text in SECTIONS.items():
     group, _, expected = title.partition(": ")
-    ATTACKS += [(group, body, eval(expected)) for body in listed(text)]
+    for body in listed(text):
+        name = group if group in REFUSED_AT_ONCE else f"{group}-{len(ATTACKS)}-{body[:40]}"
+        ATTACKS.append((body, eval(expected)))
+        BATCHES.setdefault(name, []).append(ATTACKS[-1])
 assert len(ATTACKS) == 154
 
 
@@ -101,18 +104,15 @@ def world(tmp_path_factory):
 
 def received(world):
     """How many connections and messages have come to the open ports."""
-    number = 0
-    for listener in world["listeners"]:
-        listener.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            listener.recv(1) if listener.type == socket.SOCK_DGRAM else listener.accept()[0].close()
-            number += 1
-    return number
+    ready, _, _ = select.select(world["listeners"], [], [], 0)
+    for listener in ready:
+        listener.recv(1) if listener.type == socket.SOCK_DGRAM else listener.accept()[0].close()
+    return len(ready)
 
 
 @contextlib.contextmanager
-def other_worker(*replaced):
-    """Inside, sandboxes start a copy of the worker, in which each text is replaced by the one behind it. It has ten
+def started(layer, *replaced):
+    """A sandbox of a layer, with a copy of the worker in which each text is replaced by the one behind it. It has ten
     minutes to remove files: beside other work a few seconds may be too short."""
     source = pathlib.Path(sandbox_worker.__file__).read_text()
     replaced = ["CLEAN_LIMIT_S = 5 ", "CLEAN_LIMIT_S = 600 ", *replaced]
@@ -123,21 +123,19 @@ def other_worker(*replaced):
         shutil.copytree(pathlib.Path(sandbox.__file__).parent, folder, dirs_exist_ok=True)     # as it is compiled, too
         pathlib.Path(folder, "sandbox_worker.py").write_text(source)
         patch.setattr(sandbox, "PROGRAM", f"{folder}/sandbox_worker.py")
-        yield
+        with Sandbox(layer, 0) as child:
+            patch.undo()
+            yield child
 
 
-@contextlib.contextmanager
-def started(layer, *replaced):
-    """A sandbox of a layer whose walls stand; the test is skipped where the machine does not allow it."""
-    with contextlib.ExitStack() as stack:
-        with other_worker(*replaced):
-            child = stack.enter_context(Sandbox(layer, 0))
-            try:
-                child.greet()
-            except LayerError as error:
-                pytest.skip(f"{layer}: {error}")
-        child.processes = processes(child.child.pid)
-        yield child
+def greeted(child):
+    """The sandbox, whose walls stand; the test is skipped where the machine does not allow it."""
+    try:
+        child.greet()
+    except LayerError as error:
+        pytest.skip(f"{child.layer}: {error}")
+    child.processes = processes(child.child.pid)
+    return child
 
 
 def sandboxes(*layers):
@@ -145,7 +143,7 @@ def sandboxes(*layers):
     @pytest.fixture(scope="module", params=layers, ids=lambda layer: layer[0])
     def sandbox_of_a_layer(request, world):
         with started(*request.param) as child:
-            yield child
+            yield greeted(child)
     return sandbox_of_a_layer
 
 
@@ -153,7 +151,8 @@ child = sandboxes(*([layer] for layer in LAYERS))
 # The layer that has limits of resources alone: there an attack that means something succeeds.
 without_walls = sandboxes(["rlimits"])
 # The layer landlock as on kernels whose Landlock has an earlier version.
-old_child = sandboxes(*(["landlock", LANDLOCK_VERSION, f"version = {version}"] for version in (2, 4)))
+VERSION = 'version = check(libc.syscall(444, None, 0, 1), "Landlock")'
+old_child = sandboxes(*(["landlock", VERSION, f"version = {version}"] for version in (2, 4)))
 
 
 def values_of(child, code, *calls, limit_s=1):
@@ -195,16 +194,11 @@ def assert_nothing_is_lost(world):
     assert os.getpriority(os.PRIO_PROCESS, world["VICTIM"]) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
-BATCHES = {}                                                        # {name: [(body, expected), …] of one answer}
-for number, (group, body, expected) in enumerate(ATTACKS):
-    name = group if group in REFUSED_AT_ONCE else f"{group}-{number}-{body[:40]}"
-    BATCHES.setdefault(name, []).append((body, expected))
-
-
 @pytest.mark.parametrize("name", BATCHES)
 def test_attack(child, world, monkeypatch, name):
     monkeypatch.setattr(sandbox, "CLOCK", 20)
     bodies, wanted = zip(*BATCHES[name])
+    descriptors = sorted(os.listdir("/proc/self/fd"))
     limit_s = 10 if name in REFUSED_AT_ONCE or wanted != ("error",) else 0.05             # 1 s of the clock
     calls = [f"f({number})" for number in range(1, len(bodies) + 3)]
     first, *results, last = values_of(child, hostile(world, *bodies), *calls, limit_s=limit_s)
@@ -220,6 +214,7 @@ def test_attack(child, world, monkeypatch, name):
         assert (first, last) == (["ok", 41], ["ok", 42 + len(bodies)]), (first, results, last)
     assert_nothing_is_lost(world)
     assert processes(child.child.pid) == child.processes, "a process was left behind"
+    assert sorted(os.listdir("/proc/self/fd")) == descriptors, "a descriptor was left open"
     assert child.layer == "namespaces" or os.listdir(child.work) == []
     # the next answer finds nothing, and its results are whole
     code = "import os\ndef f(n): return [os.listdir('.'), 'x' * 100000]"
@@ -227,11 +222,8 @@ def test_attack(child, world, monkeypatch, name):
 
 
 @pytest.mark.parametrize("group", ["reads", "writes", "opens"])
-def test_attack_on_an_old_landlock(old_child, world, group):
-    bodies = [body for body, _ in BATCHES[group]]
-    results = values_of(old_child, hostile(world, *bodies), *(f"f({number})" for number in range(2, len(bodies) + 2)))
-    assert [status for status, _ in results] == ["error"] * len(bodies)
-    assert_nothing_is_lost(world)
+def test_attack_on_an_old_landlock(old_child, world, monkeypatch, group):
+    test_attack(old_child, world, monkeypatch, group)
 
 
 @pytest.mark.parametrize("part, loot, num_received", [
@@ -239,7 +231,7 @@ def test_attack_on_an_old_landlock(old_child, world, group):
     ("DGRAM).sendto(b'x', WORLD", "1", 1), ("425", "True", 0), ("process_vm_readv", SECRET[:16], 0)])
 def test_without_walls_an_attack_succeeds(without_walls, world, part, loot, num_received):
     """So what refuses it in the other layers are their walls."""
-    [body] = [body for _, body, _ in ATTACKS if part in body]
+    [body] = [body for body, _ in ATTACKS if part in body]
     [result] = values_of(without_walls, hostile(world, body), "f(2)")
     if part in ("425", "process_vm_readv") and result == ["error", "OSError: refused"]:
         pytest.skip("this machine refuses it without walls, too")
@@ -384,45 +376,37 @@ def test_an_answer_and_a_result_are_whole_or_too_large(without_walls, letter, nu
     assert result == (["error", reason] if reason else ["ok", "x" * size])
 
 
-USE = """import os, time
-def use(seconds):
-    until = time.process_time() + seconds
+USE = """import time
+def f(n):
+    until = time.process_time() + n
     while time.process_time() < until: pass
+    return n
 """
 
 
 def test_processor_time_decides(without_walls, monkeypatch):
     """Not the clock: beside other work a call may take many times as long. Each load has time of its own."""
+    def results(code, *calls, limit_s=.1):
+        return values_of(without_walls, code, *calls, limit_s=limit_s)
+
     monkeypatch.setattr(sandbox, "CLOCK", 600)
-    values = values_of(without_walls, USE + "use(.15)\ndef f(n):\n    use(n)\n    return n", "f(.02)", "f(9)", "f(0)",
-                       limit_s=.1)
-    assert values == [["ok", .02], ["error", "time limit"], ["ok", 0]]
+    assert results(USE + "f(.15)", "f(.02)", "f(9)", "f(0)") == [["ok", .02], ["error", "time limit"], ["ok", 0]]
     sleeper = "import time\ndef f(n):\n    time.sleep(n)\n    return n"
-    assert values_of(without_walls, sleeper, "f(.2)", limit_s=.05) == [["ok", .2]]
+    assert results(sleeper, "f(.2)", limit_s=.05) == [["ok", .2]]
     monkeypatch.setattr(sandbox, "CLOCK", 5)
-    assert values_of(without_walls, sleeper, "f(99)", "f(0)", limit_s=.2) == [["error", "time limit"], ["ok", 0]]
+    assert results(sleeper, "f(99)", "f(0)", limit_s=.2) == [["error", "time limit"], ["ok", 0]]
     monkeypatch.setattr(sandbox, "CLOCK", 600)
     monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", 0)                 # an answer as a whole has a limit, too
-    code = USE + "use(.1)\ndef f(n):\n    while n: pass\n    return n"
-    values = values_of(without_walls, code, "f(0)", *["f(1)"] * 4, limit_s=.1)      # .5 s; .2 s for each f(1)
+    values = results(USE + "f(.1)", "f(0)", *["f(9)"] * 4)           # .5 s; .2 s for each f(9)
     assert values[:2] == [["ok", 0], ["error", "time limit"]] and values[-1] == ["error", ANSWER_TIME_LIMIT]
-    assert values_of(without_walls, "def f(n): return n", "f(1)") == [["ok", 1]]
-
-
-def test_descriptors_of_the_caller_are_closed(without_walls, monkeypatch):
-    monkeypatch.setattr(sandbox, "LOAD_LIMIT_S", 0.1)
-    values_of(without_walls, "def f(n): return n", "f(1)")
-    before = sorted(os.listdir("/proc/self/fd"))
-    for code in ("def f(n): return n", "import os\ndef f(n): os._exit(0)", "while True: pass",
-                 "import os\nos.closerange(0, 64)"):
-        values_of(without_walls, code, "f(1)", "f(2)", limit_s=0.1)
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert results("def f(n): return n", "f(1)") == [["ok", 1]]
 
 
 def test_a_folder_that_cannot_be_emptied_is_replaced(capfd, monkeypatch):
     """As where an answer makes files for as long as it may: the next one works in another folder. One that outlives the
     sandbox is named."""
     with started("landlock", "EMPTY = 'cd", "EMPTY = 'exit 1; cd") as child:
+        greeted(child)
         code = "import os\ndef f(n):\n    open('file', 'w').close()\n" \
                "    return [os.path.basename(os.getcwd()), os.listdir('.')]"
         for folder in ("00", "000", "0000"):
@@ -524,7 +508,7 @@ WEAKENED = [                                                        # layers, wh
 def test_walls_that_do_not_stand_are_found(child, replaced, said):
     """Each wall in turn is left out of a layer whose walls stand here; the start-up check says which."""
     replaced = [*replaced, "in PRELOADED.split()", "in []"]                                   # it starts faster
-    with other_worker(*replaced), Sandbox(child.layer, 0) as other:
+    with started(child.layer, *replaced) as other:
         with pytest.raises(LayerError, match=re.escape(said)):
             other.greet()
 
@@ -546,27 +530,6 @@ def test_without_a_namespace_of_its_own_only_the_group_is_killed(layer, pid, kil
 # ---- processes and threads
 
 PACKAGE = str(pathlib.Path(sandbox.__file__).parents[1])
-
-
-def test_a_killed_caller_leaves_no_process():
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); from colbench.scorer import Scorer\n"
-            "with Scorer(workers=1) as scorer:\n    print('ready', flush=True)\n"
-            "    scorer.score([({'ground_truth': 'def f(): return 1', 'test_cases': {'a': 'f()'}},"
-            " 'def f():\\n    while True: pass')] * 99)")
-    process = subprocess.Popen([sys.executable, "-c", code, PACKAGE], stdout=subprocess.PIPE, text=True)
-    with process.stdout:
-        assert process.stdout.readline() == "ready\n"
-    time.sleep(0.1)
-    pids = processes(process.pid) - {process.pid}
-    assert len(pids) >= 3
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    deadline = time.monotonic() + 30
-    while not all(map(has_ended, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 STARTER = """import threading
 threading.stack_size(65536)
 def f(n):
@@ -578,7 +541,7 @@ def f(n):
         except RuntimeError:
             if {gives_up}: return number
     return n + 40"""
-CONTAINER = """
+SCORING = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from colbench import ColBenchError
@@ -588,13 +551,33 @@ for number, answer in enumerate([sys.argv[3], right] * 2):
     pairs.append(({"ground_truth": f"{right}{number}", "test_cases": calls}, answer))
 try:
     scorer = Scorer(workers=2, time_limit_s=0.2)
-    scorer.layers = [sys.argv[2]]
+    scorer.layers = sys.argv[2].split()
     with scorer:
+        print("ready", flush=True)
         for score in scorer.score(pairs):
             print(*map(int, score.tests), sep="", end=" ")
 except ColBenchError as error:
     print("no layer:", error)
 """
+
+
+def test_a_killed_caller_leaves_no_process():
+    sleeper = "def f(n): __import__('time').sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", SCORING, PACKAGE, " ".join(LAYERS), sleeper], text=True,
+                               stdout=subprocess.PIPE)
+    with process.stdout:
+        assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    pids = processes(process.pid) - {process.pid}
+    assert len(pids) >= 3
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while not all(map(has_ended, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 OTHER_USER = 54321
 
 
@@ -612,13 +595,13 @@ def interpreter_for_all():
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start it as a user that has no other processes")
 def test_threads_until_a_user_has_no_process_left_end_no_other_answer(layer):
     """As a user who is not root, with a limit of processes (root has none), as in a container."""
-    process = subprocess.run(["prlimit", "--nproc=60", interpreter_for_all(), "-c", CONTAINER, PACKAGE, layer,
+    process = subprocess.run(["prlimit", "--nproc=60", interpreter_for_all(), "-c", SCORING, PACKAGE, layer,
                               STARTER.format(gives_up=False)], capture_output=True, text=True, timeout=300,
                              user=OTHER_USER, group=OTHER_USER, extra_groups=[], cwd="/")
     if "no layer" in process.stdout:
         pytest.skip(process.stdout)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.split() == ["101", "111"] * 2
+    assert process.stdout.split() == ["ready", *["101", "111"] * 2]
 
 
 def test_an_answer_has_a_limit_of_threads(child):

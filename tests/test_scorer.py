@@ -134,21 +134,22 @@ def test_what_a_reference_cannot_settle_is_never_credited(scorer, monkeypatch, c
     assert (f"no test can be graded of {reference!r}" in caplog.text) == (not any(gradeable))
 
 
-@pytest.mark.parametrize("reference, calls", [
-    ("def f(n): print(n)", ["f(1)", "f(2)"]), ("def f(values):\n    values.sort()\n    return", ["f([2, 1])"]),
-    ("def f(n): return None", ["f(1) is None", "f(2) == None", "f(3)"]), ("def f(n): return print(n)", ["f(1)"])])
-def test_where_all_tests_give_none_an_empty_function_passes_nothing(scorer, reference, calls):
-    for answer in (reference, "def f(*_): pass"):
-        score = scorer.score([(task_of(reference, *calls), answer)])[0]
-        assert score.gradeable == score.tests == [False] * len(calls) and "asks the answer nothing" in score.faults[0]
+SILENT = {                                                          # {a reference that returns nothing: its calls}
+    "def f(n): print(n)": ["f(1)", "f(2)"], "def f(values):\n    values.sort()\n    return": ["f([2, 1])"],
+    "def f(n): return None": ["f(1) is None", "f(2) == None", "f(3)"]}
 
 
-def test_references_that_return_nothing_are_counted_where_tasks_are_read(tmp_path, capsys):
-    silent = ["def f(n): print(n)", "def f(values):\n    values.sort()\n    return", "def f(n): return None"]
+def test_references_that_return_nothing_are_counted_and_an_empty_function_passes_none(scorer, tmp_path, capsys):
     others = ["def f(n): return print(n)", "def f(n): yield n", "f = len", "def f(n)"]
-    tasks = [task_of(reference, "f(1)") | {"problem_description": "?"} for reference in silent + others]
-    assert len(read_tasks(write(tmp_path / "tasks.jsonl", tasks))) == 7
+    tasks = [task_of(reference, *calls) for reference, calls in {**SILENT, **dict.fromkeys(others, ["f(1)"])}.items()]
+    rows = [{"problem_description": "?", **task} for task in tasks]
+    assert len(read_tasks(write(tmp_path / "tasks.jsonl", rows))) == 7
     assert "3 of 7 references return nothing" in capsys.readouterr().out
+    for task in tasks[:4]:                                          # the fourth gives None, too
+        for answer in (task["ground_truth"], "def f(*_): pass"):
+            [score] = scorer.score([(task, answer)])
+            assert score.gradeable == score.tests == [False] * len(task["test_cases"])
+            assert "asks the answer nothing" in score.faults[0]
 
 
 # ---- tests that are comparisons
@@ -242,23 +243,20 @@ def test_an_empty_answer_passes_no_test_that_can_be_graded(scorer, seed):
     assert 50 < sum(right.gradeable) and 20 < len(comparisons)          # it does not settle by grading nothing
 
 
-def test_a_reference_is_evaluated_once_a_task(scorer, monkeypatch):
-    """In two processes."""
+def test_references_run_once_a_task_and_scores_keep_the_order_of_answers(scorer, monkeypatch):
+    """Once is in two processes. The time limit of one answer stops no other."""
     codes, original = [], Sandbox.run
+    monkeypatch.setattr(scorer, "time_limit_s", 0.1)
     monkeypatch.setattr(Sandbox, "run", lambda self, code, *rest, **options: codes.append(code) or original(
         self, code, *rest, **options))
-    task = task_of("def f(): return 12345")
+    references = [f"def f(): return {12345 + i}" for i in range(3)]
+    pairs = []
+    for i in range(6):
+        answer = f"def f():\n    if {i} % 4 == 0:\n        while True: pass\n    return {12345 + i % 3}"
+        pairs.append((task_of(references[i % 3]), answer))
     for _ in range(2):
-        scorer.score([(task, f"def f(): return {i}") for i in range(5)])
-    assert codes.count(task["ground_truth"]) == 2
-
-
-def test_parallel_scoring_keeps_order_and_graders_apart(scorer, monkeypatch):
-    monkeypatch.setattr(scorer, "time_limit_s", 0.1)
-    tasks = [task_of(f"def f(): return {i}") for i in range(6)]
-    answers = [f"def f():\n    if {i} % 3 == 0:\n        while True: pass\n    return {i}" for i in range(6)]
-    scores = scorer.score(list(zip(tasks, answers)))
-    assert [score.tests for score in scores] == [[i % 3 != 0] for i in range(6)]
+        assert [score.tests for score in scorer.score(pairs)] == [[i % 4 != 0] for i in range(6)]
+    assert list(map(codes.count, references)) == [2, 2, 2]
     assert threading.active_count() < 20
 
 

@@ -90,8 +90,7 @@ def test_hostile_and_odd_answers_fail_and_harm_nobody(environment, fault):
     ([(12345.678901,)], [(12345.678902,)], True), ([(12345.67890,)], [(12345.67899,)], False),
     ([(1234567891,)], [(1234567891.0,)], True), ([(1234567891,)], [(1234567891.0000002,)], True),
     ([(1234567891,)], [(1234567892.0,)], False), ([(-123456789012,)], [(-123456789012.0,)], True),
-    ([(1,), (2,)], [(2,), (1,)], True), ([(1, 2), (2, 3), (3, 1)], [(1, 1), (2, 2), (3, 3)], False),
-    ([(1, "x"), (2, "y")], [("y", 2.0), ("x", 1.0)], True), ([(1, 2), (2, 1)], [(1, 1), (2, 2)], False)])
+    ([(1, "x"), (2, "y")], [("y", 2.0), ("x", 1.0)], True)])
 def test_which_rows_are_equal(rows, other_rows, equal):
     """Whatever the names and order of columns and, unless ordered, of rows; numbers within rounding."""
     width = len(rows[0]) if rows else 1
@@ -223,22 +222,19 @@ def test_databases_keep_what_the_domain_tells_the_agent(parts):
             assert max(dates[-2])[:4] < year
 
 
-def test_the_databases_of_a_reference_are_the_same_whatever_the_seed():
-    def make(seed):
-        rng = random.Random(seed)
-        tasks = [sql.make_task(rng, "gym_names", "some", lambda name: None) for _ in range(12)]
-        return {task["task_id"]: task["databases"] for task in tasks}
-
-    first, second = make(0), make(1)
-    common = first.keys() & second.keys()
-    assert common and all(first[name] == second[name] for name in common)
+def test_the_databases_of_a_reference_are_the_same_whenever_it_is_drawn():
+    rng, databases = random.Random(0), {}
+    for _ in range(24):
+        task = sql.make_task(rng, "gym_names", "some", lambda name: None)
+        assert databases.setdefault(task["task_id"], task["databases"]) == task["databases"]
+    assert len(databases) < 20
 
 
 def test_what_the_request_states(tasks):
     stated = [sum(fact["told"] for fact in task["facts"]) for task in tasks["train"]]
     assert set(stated) == {0, 1} and 0.12 < sum(stated) / len(stated) < 0.5                       # 30 %
     assert not any(fact["told"] for task in tasks["validation"] for fact in task["facts"])
-    assert all(sql.all_known(task, START) for task in tasks["test"])
+    assert all(sql.all_known(task, turns("?")) for task in tasks["test"])
     requests, tables = zip(*(task["problem_description"].split("\n") for task in tasks["train"]))
     assert len({*requests}) > 40
     assert all(task["schema"].startswith(f"CREATE TABLE {first.split('(')[0]}(")
@@ -262,52 +258,13 @@ def test_every_look_shows_what_it_is_for_and_the_simulator_shows_no_sql(tasks, e
     assert set(looks) == {"code", "year", "unit"}
 
 
-BY_HAND = {**task_of("mean"), **GIVEN["task"]}                      # its facts: a limit, a year to look for, a deadline
-LOOK = "QUERY: SELECT MAX(placed) FROM orders"
-START = turns("How many?")
-_, *ASKED = turns("How many?", "What is the limit?", "1")
-_, *LOOKED = turns("How many?", LOOK, "MAX(placed)\n2025-01-01")
-
-
-@pytest.mark.parametrize("history, message, kind", [
-    (START, "What is the limit?", "ask needed"), (START + ASKED, "The limit?", "ask repeat"),
-    (START, "What is the deadline?", "ask idle"), (START, "Well?", "ask vague"),
-    (START, "Which year is it now?", "ask for a look"), (START, LOOK, "look needed"),
-    (START + LOOKED, LOOK, "look repeat"), (START + LOOKED, "QUERY: SELECT MIN(placed) FROM orders", "look repeat"),
-    (START, "QUERY: SELECT * FROM orders", "look needed"), (START, "QUERY: SELECT COUNT(*) FROM orders", "look idle"),
-    (START, f"{sql.MARKER}\nselect 1", "early answer"), (START, f"{sql.MARKER}\nSELECT 1,\n 1;", "right answer"),
-    (START + ASKED + LOOKED, f"{sql.MARKER}\nSELECT 1, 2", "wrong answer")])
-def test_kinds_of_turns(history, message, kind):
-    ended = {**BY_HAND, "ground_truth": BY_HAND["ground_truth"] + ";\n"}          # as files of others may
-    assert sql.turn_kind(BY_HAND, history, message) == sql.turn_kind(ended, history, message) == kind
-
-
-def test_what_is_known_decision_by_decision():
-    failed = turns("How many?", LOOK, "Error: no such column: placed")[1:]
-    for more, known in (([], [False, False]), (ASKED, [True, False]), (LOOKED, [False, True]), (failed, [False, False]),
-                        (LOOKED + ASKED, [True, True])):
-        facts = sql.facts(BY_HAND, START + more)
-        assert [is_known for _, is_known in facts] == known
-        assert sql.all_known(BY_HAND, START + more) == all(known)
-    assert facts[0] == ("the limit: 1", True)
-    assert sql.facts(task_of("sum"), START) is None and sql.turn_kind(task_of("sum"), START, "Well?") is None
-
-
-@pytest.mark.parametrize("reply, kind", [
-    ("```SELECT 1```", "fence"), ("Use SELECT name FROM customers c WHERE it fits", "query"),
-    ("select name from customers", "query"), ("It is COUNT(o.id) FROM orders o WHERE o.total then", "code"),
-    ("Select what you like from it.", None), ("The total counts.", None)])
-def test_leaks(reply, kind):
-    task = {"ground_truth": "SELECT COUNT(o.id) FROM orders o WHERE o.total > 5", "schema": SCHEMA}
-    assert sql.leak_of(task, reply) == kind
-
-
 def answer(text, is_last=False):
     return sql.answer_of(turns("?", text), is_last)
 
 
 def test_the_answer_of_a_turn():
-    assert answer("Which year?") is None and answer(LOOK) is None and answer(LOOK, True) == LOOK
+    look = "QUERY: SELECT 1"
+    assert answer("Which year?") is None and answer(look) is None and answer(look, True) == look
     assert answer(f"So: {sql.MARKER} ```sql\nSELECT 1\n```") == answer(f"{sql.MARKER}\nSELECT 1\n") == "SELECT 1"
 
 
@@ -332,18 +289,6 @@ def test_scripted_agents(tasks, tmp_path):
     assert any(turn.get("tool") for turn in played["noisy"][0]["dialogue_history"])
 
 
-def test_an_asker_takes_what_has_most_values_first():
-    assert sql.asker_turn(BY_HAND, START, 8, random.Random(0)) == LOOK
-    assert sql.asker_turn(BY_HAND, START + LOOKED, 8, random.Random(0)) == "What is the limit?"
-    assert sql.asker_turn(BY_HAND, START, 1, random.Random(0)).startswith(sql.MARKER)
-
-
-def test_a_simulating_model_is_told_its_part(environment):
-    chat = asyncio.run(environment.simulator_chat(task_of("sum"), START + ASKED[:1]))
-    assert REFERENCES["sum"] in chat[0]["content"]
-    assert chat[1] == {"role": "user", "content": "What is the limit?"}
-
-
 # --- references whose order is not determined
 
 @pytest.mark.parametrize("reference", [*GIVEN["open order"], *GIVEN["certain order"], *REFERENCES.values()])
@@ -365,22 +310,18 @@ def test_check_finds_nothing_but_a_reference_that_leaves_the_order_open_which_is
 
 # --- the query in what models write around it
 
-def by_clause(query):
-    """The query with a line for each clause."""
-    return re.sub(r" (FROM|JOIN|WHERE|AND|GROUP BY|HAVING|ORDER BY|LIMIT) ", r"\n\1 ", query)
-
-
 def commented(query):
     first, _, rest = query.partition(" FROM ")
     return f"-- it's the list\n{first}  -- what counts\nFROM {rest}\n/* that is all; */"
 
 
-def small(query):
-    """The keywords in small letters."""
-    return re.sub(r"\b[A-Z]{2,}\b(?=[^']*(?:'[^']*'[^']*)*$)", lambda match: match[0].lower(), query)
-
-
-SHAPES = {"one line": str, "a line a clause": by_clause, "comments": commented, "small letters": small}
+CLAUSE = r" (FROM|JOIN|WHERE|AND|GROUP BY|HAVING|ORDER BY|LIMIT) "
+KEYWORD = r"\b[A-Z]{2,}\b(?=[^']*(?:'[^']*'[^']*)*$)"               # outside of strings
+SHAPES = {
+    "one line": str,
+    "a line a clause": lambda query: re.sub(CLAUSE, r"\n\1 ", query),
+    "small letters": lambda query: re.sub(KEYWORD, lambda match: match[0].lower(), query),
+    "comments": commented}
 ONE_LINE = ("backticks", "double backticks", "bold query", "full stop", "prose before, in a line", "colon in a line",
             "tags in a line", "prompt", "backticks in prose")       # such texts hold no line breaks, so no comments
 
@@ -389,15 +330,6 @@ def answers_of(text):
     """The answer of a dialogue that ends with this text: behind the marker, in the last round without it; and as a file
     has it that somebody else made."""
     return [answer(f"{sql.MARKER}\n{text}"), answer(f"{sql.MARKER} {text}"), answer(text, is_last=True), text]
-
-
-def test_answers_are_scored_by_the_query_in_them(tasks, environment):
-    task = next(task for task in tasks["train"] if task["family"].endswith("names"))
-    mistake = list(sql_mutants.mutants_of(task["ground_truth"], []))[3]
-    right, wrong = (answers_of(f"```sql\n{query}\n```") for query in (task["ground_truth"], mistake))
-    verdicts = asyncio.run(environment.score([(task, text) for text in [*right, mistake, *wrong]]))
-    rewards = [verdict["reward"] for verdict in verdicts]
-    assert rewards == [1] * 4 + rewards[-1:] * 5 and 0 < rewards[-1] < 1
 
 
 def test_the_same_query_is_found_in_every_wrapping_and_shape(tasks):
