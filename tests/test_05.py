@@ -228,15 +228,20 @@ def test_a_lone_surrogate_stops_nothing_and_metrics_are_written_before_what_is_o
     task = {**FUNCTION, "problem_description": half, "family": half}
     row = {**trajectory(half, f"def f(n): return n  # {half}"), "task": task}
     row["dialogue_history"][0]["content"] = half
-    words = [*written(tmp_path, {"a": [row]}), "--compat", "--export", "messages"]
+    ending = trajectory("b", "def f(n): raise SystemExit")           # it ends the published evaluation
+    words = [*written(tmp_path, {"a": [row, ending]}), "--compat", "--export", "messages"]
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(evaluate, "tables_of", lambda *_: 1 / 0)
         call(5, *words)
-    assert json.loads((out / "metrics.json").read_text())["a"]["n"] == 1 and not (out / "COMPLETED").exists()
-    assert read(out / "scored" / "a.jsonl")[0]["dialogue_history"][0]["content"] == half
-    assert f"writes {out}/export/a.jsonl (1 rows)" in call(5, *words)
+    assert json.loads((out / "metrics.json").read_text())["a"]["n"] == 2 and not (out / "COMPLETED").exists()
+    scored = read(out / "scored" / "a.jsonl")
+    assert scored[0]["dialogue_history"][0]["content"] == half
+    assert [row["tests_compat"] for row in scored] == [[True] * 2, [False] * 2]
+    printed = call(5, *words)
+    assert f"writes {out}/export/a.jsonl (2 rows)" in printed and "published: success" in printed
     metrics, page, _ = report_of(tmp_path)
-    assert "success_rate_compat" in metrics["a"] and "a\\ud800b" in page
+    assert metrics["a"]["success_rate_compat"] == 0.5 and metrics["a"]["ends_evaluation"] == 1
+    assert metrics["a"]["scorer"] in ("namespaces", "landlock") and "a\\ud800b" in page
     system, message, _ = read(out / "export" / "a.jsonl")[0]["messages"]
     assert system["content"].startswith("You help a person")
     assert message == {"role": "user", "content": "a?b"}             # other programs may read no half emoji

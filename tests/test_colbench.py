@@ -26,27 +26,20 @@ def take(*arguments, out, path=COPY, source="colbench"):
     return read(out)
 
 
-# --- tasks
-
-@pytest.mark.parametrize("split, files, ids", [
-    ("train", [TRAIN], TRAIN_IDS), ("test", [TEST], TEST_IDS), ("all", [TRAIN, TEST], TRAIN_IDS + TEST_IDS)])
-def test_tasks_are_taken_as_they_are(split, files, ids, tmp_path):
-    tasks = take("--split", split, out=tmp_path / "t.jsonl")
+@pytest.mark.parametrize("split, path, files, ids", [
+    ("train", COPY, [TRAIN], TRAIN_IDS), ("all", COPY, [TRAIN, TEST], TRAIN_IDS + TEST_IDS),
+    ("test", COPY, [TEST], TEST_IDS), ("test", "flat", [TEST], TEST_IDS), ("test", TEST, [TEST], TEST_IDS)])
+def test_tasks_are_taken_as_they_are(split, path, files, ids, tmp_path, monkeypatch):
+    """Their task_id is kept, and repeats are not dropped."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flat").mkdir()
+    shutil.copy(TEST, "flat/test.jsonl")
+    tasks = take("--split", split, path=path, out="t.jsonl")
     rows = [task for file in files for task in read(file)]
     assert tasks == [{**task, "task_id": name} for task, name in zip(rows, ids, strict=True)]
     assert ids == [task_id(task) for task in rows]
-
-
-def test_path_is_a_folder_a_flat_folder_or_a_file(tmp_path):
-    (tmp_path / "flat").mkdir()
-    shutil.copy(TEST, tmp_path / "flat" / "test.jsonl")
-    expected = take("--split", "test", out=tmp_path / "a")
-    for number, path in enumerate((tmp_path / "flat", TEST, tmp_path / "a")):                    # the last: our output
-        assert take("--split", "test", path=path, out=tmp_path / str(number)) == expected
-    first, second, _ = read(TEST)                                   # a task_id is kept, and repeats are not dropped
-    path = write(tmp_path / "in", [{**first, "task_id": "bread"}, second, second])
-    tasks = take(path=path, out=tmp_path / "t")
-    assert [task["task_id"] for task in tasks] == ["bread", TEST_IDS[1], TEST_IDS[1]]
+    path = write(tmp_path / "in.jsonl", [{**tasks[0], "task_id": "bread"}, tasks[1], rows[1]])
+    assert [task["task_id"] for task in take(path=path, out="again.jsonl")] == ["bread", ids[1], ids[1]]
 
 
 def test_pages_and_functions_are_told_apart(tmp_path):
@@ -69,8 +62,6 @@ def test_num_tasks_takes_the_first_of_a_seeded_shuffle(tmp_path, offline):
     assert kept == [row for row in read(offline) if row["task_id"] in ids[:2]] and len(kept) == 4
 
 
-# --- trajectories
-
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory):
     out = tmp_path_factory.mktemp("offline") / "offline.jsonl"
@@ -89,9 +80,6 @@ def test_blocks_become_samples_and_rows_keep_every_key(offline):
     ours = {"task_id", "sample", "reward", "tests", "faults"}
     for row, logged_row in zip(rows, logged, strict=True):
         assert {**row, **logged_row} == row and set(row) <= set(logged_row) | ours
-        for turn in row["dialogue_history"]:
-            more = {"input", "output"} if turn["role"] == "assistant" else set()
-            assert set(turn) == {"role", "content"} | more
     assert rows[2]["source"] == "trial run" and read_trajectories(offline) == rows
 
 
@@ -112,21 +100,20 @@ def test_the_logged_system_prompt_is_written_beside(offline, tmp_path):
     assert not (tmp_path / "n.jsonl.system_prompt.txt").exists()
 
 
-# --- WebSight
-
-SITE, KEPT = read(COPY / "websight.jsonl"), read(COPY / "websight_tasks.jsonl")
+PAGES = COPY / "websight.jsonl"
+KEPT = read(COPY / "websight_tasks.jsonl")
 
 
 def test_websight_from_jsonl_and_parquet(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    jsonl, folder = COPY / "websight.jsonl", tmp_path / "v0.2"
+    site, folder = read(PAGES), tmp_path / "v0.2"
     folder.mkdir()
-    for name, rows in (("b", SITE[4:]), ("a", SITE[:4])):           # read in the order of the names
+    for name, rows in (("b", site[4:]), ("a", site[:4])):           # read in the order of the names
         table = pyarrow.Table.from_pylist([{**row, "image": {"bytes": b"png"}} for row in rows])
         parquet.write_table(table, folder / f"{name}.parquet")
     for number, (path, split, tasks) in enumerate((
-            (folder, "train", KEPT[:2]), (folder / "a.parquet", "all", KEPT[:2]), (jsonl, "test", KEPT[2:]),
-            (jsonl, "all", KEPT))):
+            (folder, "train", KEPT[:2]), (folder / "a.parquet", "all", KEPT[:2]), (PAGES, "test", KEPT[2:]),
+            (PAGES, "all", KEPT))):
         flags = "--split", split, "--num-tasks", len(tasks)
         assert take(*flags, source="websight", path=path, out=tmp_path / str(number)) == tasks
     assert [int(task["task_id"], 16) % 100 for task in KEPT] == [66, 50, 95]
@@ -135,8 +122,6 @@ def test_websight_from_jsonl_and_parquet(tmp_path):
 
 NAME = "facebook/collaborative_agent_bench"
 HUB = f'{NAME}: .*"hf download --repo-type dataset {NAME} {{}} --local-dir FOLDER", then pass --path FOLDER'
-PAGES = COPY / "websight.jsonl"
-COUNTS = r"\(rows: 3 kept, 2 empty, 1 repeated, 1 no page\)"
 
 
 @pytest.mark.parametrize("source, flags, line", [
@@ -154,7 +139,8 @@ COUNTS = r"\(rows: 3 kept, 2 empty, 1 repeated, 1 no page\)"
     ("websight", "--path no/such", "no/such: no such file or folder"),
     ("websight", "--path empty", "empty: no .parquet files in it"),
     ("websight", "--path bad.parquet", r"bad.parquet: cannot be read \(.*"),
-    ("websight", f"--path {PAGES} --num-tasks 4", f"--num-tasks 4: there are only 3 tasks in {PAGES} {COUNTS}")])
+    ("websight", f"--path {PAGES} --num-tasks 4", f"--num-tasks 4: there are only 3 tasks in {PAGES} "
+     r"\(rows: 3 kept, 2 empty, 1 repeated, 1 no page\)")])
 def test_arguments_are_refused_in_one_line(source, flags, line, tmp_path, monkeypatch):
     """Without the hub it says what to do."""
     monkeypatch.chdir(tmp_path)
@@ -172,13 +158,9 @@ def test_other_addresses_stay_and_a_tag_can_name_the_size():
         '<img width="30" height=20 src="https://picsum.photos/id/48/30/20">')
 
 
-# --- dialogues that another program has made
-
-def dialogue(request, reply, reward, system="Be brief.", **more):
-    messages = turns(request, "What is the fee?", "12", reply)
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
-    return {"messages": messages, "reward": reward, **more}
+def dialogue(request, reply, reward, **more):
+    system = {"role": "system", "content": "Be brief."}
+    return {"messages": [system, *turns(request, "What is the fee?", "12", reply)], "reward": reward, **more}
 
 
 @pytest.fixture
@@ -188,7 +170,7 @@ def path(tmp_path):
         for number in range(8) for reply, reward in (("Please use 12 for the fee.", 0.75), ("12 and <script>", 0.25))])
 
 
-def test_a_dialogue_is_what_the_file_says(path, tiny):
+def test_a_dialogue_is_what_the_file_says(path):
     [first, second, third, *_] = read_trajectories(path)
     assert first["task_id"] == second["task_id"] != third["task_id"] and (first["sample"], second["sample"]) == (0, 1)
     assert [first["reward"], second["reward"]] == [0.75, 0.25] and first["system_prompt"] == "Be brief."
@@ -198,7 +180,7 @@ def test_a_dialogue_is_what_the_file_says(path, tiny):
     assert common.trajectory_pairs([first, second], path) == [(0, 1)]
     assert "the fee is 0" in common.hidden_info(first["task"])
     assert common.hidden_info({**first["task"], "ground_truth": ""}) == ""
-    [row] = read_trajectories(write(path, [dialogue("a", "b", 1, system="")]))           # then there is none
+    [row] = read_trajectories(write(path, [{"messages": turns("a", "b"), "reward": 1}]))         # without a system's
     assert [message["role"] for message in common.agent_chat(row, row["dialogue_history"][:1])] == ["user"]
 
 

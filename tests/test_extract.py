@@ -24,21 +24,16 @@ WANTED = [9, 4, None, 1]
 
 
 def results(answer, calls=CALLS):
-    """What the calls return after the pieces have run as in the scorer (without its walls); faults as strings."""
+    """What the calls return after the pieces have run as in the scorer (without its walls); or the first fault."""
     pieces = [compiled_statements(piece.nodes) for piece in pieces_of(answer, names_of_calls(calls))]
-    values = []
-    for call in calls:
-        module = types.ModuleType("answer")
+    module = types.ModuleType("answer")
+    with contextlib.redirect_stdout(io.StringIO()):
+        execute(pieces, module)
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                execute(pieces, module)
-                values.append(eval(call, vars(module)))
+            return [eval(call, vars(module)) for call in calls]
         except Exception as error:
-            values.append(f"{type(error).__name__}: {error}")
-    return values
+            return [f"{type(error).__name__}: {error}"]
 
-
-# ---- where the code is in a message
 
 T = "def total(values):\n    return sum(values)"
 FUNCTIONS = {"f": (F, CALLS, WANTED), "total": (T, ["total([1, 2])", "total([3, 4])"], [3, 7])}
@@ -71,14 +66,11 @@ def test_code_is_found_where_models_put_it(kind, name):
 
 
 @pytest.mark.parametrize("answer", ["I do not know.", "Use `f(n)`.", "```python\ndef f(n):\n    return n *\n```",
-                                    "def f(n) return n * n",
-                                    "I WANT TO ANSWER:", "```\nI WANT TO ANSWER\n```", "f = ", "x = (", "'''", "\0",
-                                    "\ud800", "\ufeff"])
+                                    "def f(n) return n * n", "I WANT TO ANSWER:", "```\nI WANT TO ANSWER\n```",
+                                    "f = ", "x = (", "'''", "\0", "\ud800", "\ufeff"])
 def test_no_code(answer):
-    assert all("Error" in result for result in map(str, results(answer)))
+    assert "Error" in str(results(answer)[0])
 
-
-# ---- code that nobody here wrote, and references of tasks, in the ways that models write
 
 MODULES = ("argparse", "ast", "base64", "bisect", "calendar", "configparser", "contextlib", "copy", "dataclasses",
            "difflib", "dis", "fractions", "functools", "gettext", "heapq", "inspect", "locale", "mimetypes", "pprint",
@@ -121,8 +113,6 @@ def is_lost(code, name, wrapping):
 def test_functions_of_the_standard_library_and_references(wrapping):
     assert [name for code, name in sample_of_functions() if is_lost(code, name, wrapping)] == []
 
-
-# ---- time
 
 REPEATED = ("This is prose.\nx = 1\n", "def f(x: return\n", "```python\n", "`x = 1` ", "x = '''\n\"\"\"\n",
             'def f():\n """a\n ```\n f()\n ```\n """\n', "def f():\n x=1\n It is so.\n", "a: def ", '"def f(): 0" ')

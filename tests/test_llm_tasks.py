@@ -110,8 +110,6 @@ def test_other_splits_are_counted_apart(sampler, tmp_path):
     assert [row["attempt"] for row in read(tmp_path / "t.rejected.jsonl")] == [1]
 
 
-# --- going on
-
 FEW = [REPLIES[i] for i in (0, 1, 3, 4, 2, 11, 12)]                              # of which 0, 4 and 6 are kept
 
 
@@ -126,7 +124,7 @@ def test_neither_batches_nor_a_server_that_dies_nor_too_few_attempts_change_the_
     assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.rejected.jsonl").exists()
     sampler.replies, sampler.chats[:] = FEW[5:], []
     assert refused(1, *command, 6) == (
-        "--max-attempts 6: 2 of 3 tasks kept (2 kept, 2 no JSON object, 1 too few tests, 1 the body of a kept task; "
+        "--max-attempts 6: 2 of 3 tasks kept (2 kept, 2 no JSON object, 1 too few tests, 1 code in the description; "
         f"see {tmp_path / 't.rejected.jsonl'}); the same command with a higher one goes on from here")
     assert len(read(tmp_path / "t.rejected.jsonl")) == 4 and not (tmp_path / "t.jsonl").exists()
     call(1, *command, 7)
@@ -147,8 +145,6 @@ def test_a_local_model_on_one_rank_or_two(tmp_path):
     rejected = read(tmp_path / "1.rejected.jsonl")
     assert rejected == read(tmp_path / "2.rejected.jsonl") and len({row["reply"] for row in rejected}) == 3
 
-
-# --- replies and files
 
 WRITTEN = {"code": "def f(x):\n    return {x: [1]}", "description": "Say \"hi\".\ndef f(x):",
            "tests": ["f(1)", "f('a')"]}

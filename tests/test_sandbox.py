@@ -28,6 +28,7 @@ import threading
 import time
 import types
 from collections import Counter, OrderedDict
+from unittest import mock
 
 import pytest
 
@@ -50,10 +51,8 @@ def listed(text):
     return [item.replace("\n  ", "\n") for item in f"\n{text}".split("\n- ")[1:]]
 
 
-SECTIONS = {}                                                       # {title: text} of attacks.txt
-for section in pathlib.Path(__file__).with_name("attacks.txt").read_text().split("\n=== ")[1:]:
-    title, _, text = section.strip().partition("\n")
-    SECTIONS[title] = text
+TEXTS = pathlib.Path(__file__).with_name("attacks.txt").read_text().split("\n=== ")[1:]
+SECTIONS = dict(text.strip().partition("\n")[::2] for text in TEXTS)                              # {title: text}
 HOSTILE, DAMAGING = SECTIONS.pop("the answer"), SECTIONS.pop("the answer that does damage")
 DAMAGE = [item.split("\n", 1) for item in listed(SECTIONS.pop("damage, behind where it would show"))]
 ATTACKS, BATCHES = [], {}                       # (body, what its own test must give); {name: those of one answer}
@@ -239,8 +238,6 @@ def test_without_walls_an_attack_succeeds(without_walls, world, part, loot, num_
     assert received(world) == num_received
 
 
-# ---- what one answer does reaches no other
-
 @pytest.mark.parametrize("trace, damage", DAMAGE)
 def test_what_an_answer_does_to_its_process_reaches_no_other(child, trace, damage):
     code, undamaged = [DAMAGING.format(trace=trace, damage=textwrap.indent(text, " " * 8)) for text in (damage, "pass")]
@@ -264,8 +261,6 @@ def f():
     return ["".join(half) in text for half in halves]"""
     assert values_of(child, search, "f()", limit_s=5) == [["ok", ["list", 0, 1]]]
 
-
-# ---- the results channel
 
 VALUES = [None, True, 2 ** 60, 0.5, float("nan"), 1j, "", "\ud800", b"ab", [1, [2]], (1,), {1, 2}, range(0, 9, 2),
           {"a": [1], "b": None}, OrderedDict(a=1), Counter("aab"), decimal.Decimal("0.1")]
@@ -342,8 +337,6 @@ def test_fuzzed_results_cost_their_own_test(child, world, seed):
     assert values_of(child, "def f(n): return n", "f(1)") == [["ok", 1]]
 
 
-# ---- the clock, sizes, clean-up: the same in each layer
-
 def test_data_that_wait_move_no_deadline_and_an_open_pipe_is_not_waited_for(monkeypatch):
     """As when untrusted code writes single blanks faster than they are read, or leaves the pipe to what it started."""
     is_ready = is_word("ready")
@@ -417,8 +410,6 @@ def test_a_folder_that_cannot_be_emptied_is_replaced(capfd, monkeypatch):
     os.rmdir(child.folder)
 
 
-# ---- the layers
-
 def verdict_of(program, number, arguments, architecture):
     """What a seccomp program returns for a system call (a few instructions of classic BPF, interpreted)."""
     data = struct.pack("<IIQ6Q", number, architecture, 0, *arguments)
@@ -469,16 +460,11 @@ def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
     with Scorer(unsafe=True, workers=1) as scorer:
         assert scorer.layer == "rlimits" and scorer.score([(task, "def f(): return True")])[0].tests == [True]
     assert "resource limits alone" in caplog.text
-
-    def no_walls(self):
-        raise LayerError("not allowed")
-    monkeypatch.setattr(Sandbox, "__enter__", no_walls)
+    monkeypatch.setattr(Sandbox, "__enter__", mock.Mock(side_effect=LayerError("not allowed")))
     with pytest.raises(ColBenchError, match="namespaces: not allowed; landlock: not allowed.*--unsafe-scorer"):
         Scorer(workers=1).__enter__()
 
 
-LANDLOCK_STEP = "        steps.append((libc.syscall, (446, walls.rules, 0)))\n"
-SECCOMP = "    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0))) "
 NUMBERS = {"sockets": (41, 198), "chmod": (90, 53), "kill": (62, 129), "execve": (59, 221), "clone": (56, 220)}
 
 
@@ -490,11 +476,13 @@ def allowing(*calls):
 
 
 WEAKENED = [                                                        # layers, which text becomes which, what is said
-    (LAYERS, [SECCOMP, ""], "walls do not stand (sockets, chmod, kill, execve, clone)"),
+    (LAYERS, ["    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0))) ", ""],
+     "walls do not stand (sockets, chmod, kill, execve, clone)"),
     (LAYERS, allowing("sockets", "kill", "clone"), "walls do not stand (sockets, kill, clone)"),
     (LAYERS, ["(resource.RLIMIT_AS, MEMORY_LIMIT), ", "", *allowing("chmod", "execve")],
      "walls do not stand (memory, chmod, execve)"),
-    (["landlock"], [LANDLOCK_STEP, ""], "walls do not stand (files, files, files)"),
+    (["landlock"], ["        steps.append((libc.syscall, (446, walls.rules, 0)))\n", ""],
+     "walls do not stand (files, files, files)"),
     (["landlock"], ["    steps.append((libc.capset, ", "    str(("], "walls do not stand (capabilities)"),
     (["namespaces"], ["new_user | 0x20000 | 0x20000000 | 0x40000000", "new_user | 0x20000 | 0x20000000"],
      "a namespace is not its own"),
@@ -517,17 +505,13 @@ def test_walls_that_do_not_stand_are_found(child, replaced, said):
     ("landlock", 1, [-7, 7]), ("namespaces", 2, [-7, 7]), ("namespaces", 1, [-1])])
 def test_without_a_namespace_of_its_own_only_the_group_is_killed(layer, pid, killed, monkeypatch):
     """Though the server be process 1, as in a container; kill(-1) would end all others."""
-    def no_child(*_):
-        raise ChildProcessError
     walls, kills = types.SimpleNamespace(layer=layer), []
     monkeypatch.setattr(os, "getpid", lambda: pid)
     monkeypatch.setattr(os, "kill", lambda pid, number: kills.append(pid))
     monkeypatch.setattr(os, "wait4", lambda *_: (7, signal.SIGPROF, types.SimpleNamespace(ru_utime=1, ru_stime=2)))
-    monkeypatch.setattr(os, "waitpid", no_child)
+    monkeypatch.setattr(os, "waitpid", mock.Mock(side_effect=ChildProcessError))
     assert end_all(walls, 7) == [signal.SIGPROF, 3] and kills == killed
 
-
-# ---- processes and threads
 
 PACKAGE = str(pathlib.Path(sandbox.__file__).parents[1])
 STARTER = """import threading
@@ -579,23 +563,15 @@ def test_a_killed_caller_leaves_no_process():
 
 
 OTHER_USER = 54321
-
-
-def interpreter_for_all():
-    """An interpreter that another user may start, with all that the scorer needs: the standard library."""
-    for path in (sys.executable, "/usr/bin/python3"):
-        command = [path, "-c", "import sys; assert sys.version_info >= (3, 11)"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(command, check=True, user=OTHER_USER, extra_groups=[], capture_output=True)
-            return path
-    pytest.skip("no interpreter that another user may start")
+PYTHON_FOR_ALL = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/local/bin:/usr/bin")
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start it as a user that has no other processes")
+@pytest.mark.skipif(PYTHON_FOR_ALL is None, reason="no interpreter of this version that another user may start")
 def test_threads_until_a_user_has_no_process_left_end_no_other_answer(layer):
     """As a user who is not root, with a limit of processes (root has none), as in a container."""
-    process = subprocess.run(["prlimit", "--nproc=60", interpreter_for_all(), "-c", SCORING, PACKAGE, layer,
+    process = subprocess.run(["prlimit", "--nproc=60", PYTHON_FOR_ALL, "-c", SCORING, PACKAGE, layer,
                               STARTER.format(gives_up=False)], capture_output=True, text=True, timeout=300,
                              user=OTHER_USER, group=OTHER_USER, extra_groups=[], cwd="/")
     if "no layer" in process.stdout:

@@ -7,7 +7,6 @@ import pathlib
 import random
 import re
 import threading
-import time
 
 import pytest
 
@@ -16,7 +15,7 @@ from colbench.sandbox import Sandbox
 from colbench.scorer import reward_of, Scorer
 from colbench.values import encode, equal_values, is_encoded, readable
 from conftest import call as call_stage
-from conftest import read, trajectory, write
+from conftest import read, write
 from lib.data import read_tasks
 
 F = "def f(n):\n    return n * n or None"
@@ -41,7 +40,8 @@ def verdicts(scorer, answer, task=TASK):
 
 
 def task_of(reference, *calls):
-    return {"ground_truth": reference, "test_cases": {f"test{i}": call for i, call in enumerate(calls or ["f()"])}}
+    tests = {f"test{i}": call for i, call in enumerate(calls or ["f()"])}
+    return {"problem_description": "?", "ground_truth": reference, "test_cases": tests}
 
 
 def read_answers():
@@ -95,8 +95,6 @@ def test_code_that_never_loads_is_tried_once(scorer, monkeypatch):
     assert verdicts(scorer, "while True: pass\ndef f(n): return n") == [False] * 4 and len(processes) == 1
 
 
-# ---- values
-
 def test_values_are_compared_by_pythons_rules_but_for_the_rounding_of_floats():
     _, types, *sections = pathlib.Path(__file__).with_name("values.txt").read_text().split("\n=== ")
     names = {}
@@ -123,8 +121,6 @@ def test_encoding_by_hand():
     assert readable(encode(range(3))) == "range(3, 0, 1)"
 
 
-# ---- gaps
-
 @pytest.mark.parametrize("gradeable, reason, reference", UNSETTLED[-1])
 def test_what_a_reference_cannot_settle_is_never_credited(scorer, monkeypatch, caplog, gradeable, reason, reference):
     monkeypatch.setattr(scorer, "time_limit_s", 0.1)
@@ -134,25 +130,19 @@ def test_what_a_reference_cannot_settle_is_never_credited(scorer, monkeypatch, c
     assert (f"no test can be graded of {reference!r}" in caplog.text) == (not any(gradeable))
 
 
-SILENT = {                                                          # {a reference that returns nothing: its calls}
-    "def f(n): print(n)": ["f(1)", "f(2)"], "def f(values):\n    values.sort()\n    return": ["f([2, 1])"],
-    "def f(n): return None": ["f(1) is None", "f(2) == None", "f(3)"]}
-
-
 def test_references_that_return_nothing_are_counted_and_an_empty_function_passes_none(scorer, tmp_path, capsys):
-    others = ["def f(n): return print(n)", "def f(n): yield n", "f = len", "def f(n)"]
-    tasks = [task_of(reference, *calls) for reference, calls in {**SILENT, **dict.fromkeys(others, ["f(1)"])}.items()]
-    rows = [{"problem_description": "?", **task} for task in tasks]
-    assert len(read_tasks(write(tmp_path / "tasks.jsonl", rows))) == 7
-    assert "3 of 7 references return nothing" in capsys.readouterr().out
-    for task in tasks[:4]:                                          # the fourth gives None, too
+    tasks = [task_of("def f(n): print(n)", "f(1)", "f(2)"), task_of("def f(n): return print(n)", "f(1)"),
+             task_of("def f(n): return None", "f(1) is None", "f(2) == None", "f(3)"),
+             task_of("def f(values):\n    values.sort()\n    return", "f([2, 1])")]
+    others = [task_of(reference, "f(1)") for reference in ("def f(n): yield n", "f = len", "def f(n)")]
+    assert len(read_tasks(write(tmp_path / "tasks.jsonl", tasks + others))) == 7
+    assert "3 of 7 references return nothing" in capsys.readouterr().out                # a call may return something
+    for task in tasks:
         for answer in (task["ground_truth"], "def f(*_): pass"):
             [score] = scorer.score([(task, answer)])
             assert score.gradeable == score.tests == [False] * len(task["test_cases"])
             assert "asks the answer nothing" in score.faults[0]
 
-
-# ---- tests that are comparisons
 
 FAKE = "class Yes:\n    __hash__ = None\n" + "".join(
     f"    def __{name}__(self, *other): return True\n" for name in (
@@ -261,16 +251,13 @@ def test_references_run_once_a_task_and_scores_keep_the_order_of_answers(scorer,
 
 
 def test_a_dead_child_is_an_error_not_a_zero():
-    with pytest.raises(RuntimeError, match="child"):
-        with Scorer(workers=1) as scorer:
-            children = scorer.workers.get()
-            children[1].child.kill()
-            time.sleep(0.1)
-            scorer.workers.put(children)
-            scorer.score([(TASK, "def f(n): return 1")])
+    with pytest.raises(RuntimeError, match="child"), Scorer(workers=1) as scorer:
+        children = scorer.workers.get()
+        children[1].child.kill()
+        children[1].child.wait()
+        scorer.workers.put(children)
+        scorer.score([(TASK, "def f(n): return 1")])
 
-
-# ---- the published scorer's verdicts
 
 @pytest.mark.parametrize("name, calls, references, answers", PUBLISHED, ids=lambda value: str(value)[:40])
 def test_published_verdicts(compat, scorer, monkeypatch, name, calls, references, answers):
@@ -283,31 +270,13 @@ def test_published_verdicts(compat, scorer, monkeypatch, name, calls, references
             assert reward_of(score.tests) == rewards[number], (why, answer)
 
 
-def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
-    answers = {"a": "def f(n): return 2 * n", "b": "def f(n): raise SystemExit",
-               "c": "import math\ndef f(n): return math.prod([2, n])"}
-    task = task_of(answers["a"], *(f"f({n})" for n in range(10)))
-    write(tmp_path / "t.jsonl", [trajectory(name, answer, task={"problem_description": name, **task})
-                                 for name, answer in answers.items()])
-    out = call_stage(5, f"a={tmp_path}/t.jsonl", "--compat", "--out", tmp_path / "out")
-    assert "published: success" in out
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["a"]
-    assert metrics["success_rate"] == 2 / 3 and metrics["success_rate_compat"] == 1 / 3
-    assert metrics["ends_evaluation"] == 1 and metrics["scorer"] in ("namespaces", "landlock")
-    rows = read(tmp_path / "out" / "scored" / "a.jsonl")
-    assert [row["tests_compat"] for row in rows] == [[True] * 10, [False] * 10, [False] * 10]
-
-
-# ---- the data check
-
 def test_data_check(tmp_path):
     checked = [                                                     # body of f(n), findings, the best constant answer
         ("return n", [], 0.75), ("return 1 // n", ["reference fails"], 0.5),    # f(2) == 2 is True, and so 1
         ("import no_such_package", ["missing package"], 0), ("import random; return random.random()", ["random"], 0),
         ("return False", ["vacuous"], 1), ("return list({str(n), 'a', 'b', 'c', 'd'})", ["order of a set"], 0.5),
         ("return f", ["not comparable"], 0), ("return n", ["repeated"], 0.5)]
-    tasks = [{"problem_description": "?", **task_of(f"def f(n): {body}", "f(0)", "f(1)", "f(1)", "f(2)")}
-             for body, _, _ in checked]
+    tasks = [task_of(f"def f(n): {body}", "f(0)", "f(1)", "f(1)", "f(2)") for body, _, _ in checked]
     tasks[0]["test_cases"]["test3"] = "f(2) == 2"
     out = call_stage(1, "--check", write(tmp_path / "tasks.jsonl", tasks), "--out", tmp_path / "findings.jsonl")
     rows = read(tmp_path / "findings.jsonl")

@@ -48,8 +48,6 @@ def look(environment, query, task=None):
     return asyncio.run(environment.tool_reply(task or task_of("sum"), turns("?", f"QUERY: {query}")))
 
 
-# --- scores
-
 @pytest.mark.parametrize("reference", REFERENCES)
 def test_ordinary_variants_pass(environment, reference):
     answers = GIVEN["ordinary"][reference]
@@ -116,8 +114,6 @@ def test_tables_are_equal_if_an_order_of_their_columns_makes_them_so():
                                                       canonical(names, list(zip(*mixed)), False))
 
 
-# --- looks
-
 def test_a_look_shows_a_short_table_or_the_database_s_error(environment):
     assert look(environment, "SELECT id, status FROM customers WHERE id > 2") == "id | status\n3 | active\n4 | NULL"
     assert look(environment, "```sql\nSELECT MAX(placed) FROM orders\n```") == "MAX(placed)\n2025-01-01"
@@ -130,8 +126,6 @@ def test_a_look_shows_a_short_table_or_the_database_s_error(environment):
     assert asyncio.run(environment.tool_reply(task_of("sum"), turns("?", "Which year?"))) is None
     assert environment.tables[sql.task_id(task_of("sum")), "DELETE FROM orders"] == "Error: not authorized"    # kept
 
-
-# --- tasks
 
 UNSEEN = types.SimpleNamespace(FAMILIES=[name for name in sql.FAMILIES if "unseen" in sql.SCHEMAS[name.split("_")[0]]],
                                make_task=sql.make_task)
@@ -268,8 +262,6 @@ def test_the_answer_of_a_turn():
     assert answer(f"So: {sql.MARKER} ```sql\nSELECT 1\n```") == answer(f"{sql.MARKER}\nSELECT 1\n") == "SELECT 1"
 
 
-# --- the stages
-
 def test_scripted_agents(tasks, tmp_path):
     played = {}
     for name, agent, num_tasks, max_rounds in (("asker", "script-asker", 4, 8), ("few rounds", "script-asker", 4, 4),
@@ -289,8 +281,6 @@ def test_scripted_agents(tasks, tmp_path):
     assert any(turn.get("tool") for turn in played["noisy"][0]["dialogue_history"])
 
 
-# --- references whose order is not determined
-
 @pytest.mark.parametrize("reference", [*GIVEN["open order"], *GIVEN["certain order"], *REFERENCES.values()])
 def test_a_reference_that_leaves_the_order_of_rows_open(reference):
     doubt = sql.doubt_of({**task_of("sum"), "ground_truth": reference})
@@ -307,8 +297,6 @@ def test_check_finds_nothing_but_a_reference_that_leaves_the_order_open_which_is
     printed = call(1, "--source", "colbench", "--domain", "sql", "--path", path, "--out", tmp_path / "imported.jsonl")
     assert f"task tied: right answers may be graded wrong: {doubt}\n" in printed
 
-
-# --- the query in what models write around it
 
 def commented(query):
     first, _, rest = query.partition(" FROM ")
