@@ -129,6 +129,7 @@ def test_neither_batches_nor_a_server_that_dies_nor_too_few_attempts_change_the_
     assert len(read(tmp_path / "t.rejected.jsonl")) == 4 and not (tmp_path / "t.jsonl").exists()
     call(1, *command, 7)
     assert [seed for _, _, seed in sampler.chats] == asked[5:]
+    assert [task["attempt"] for task in read(tmp_path / "t.jsonl")] == [0, 4, 6]
     for ending in ("jsonl", "rejected.jsonl"):
         assert (tmp_path / f"t.{ending}").read_bytes() == (tmp_path / f"whole.{ending}").read_bytes()
     call(1, *command, 7)                                                                           # done: asks nothing

@@ -2,6 +2,7 @@
 import datetime
 import decimal
 import fractions
+import itertools
 import json
 import pathlib
 import random
@@ -26,12 +27,6 @@ TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n
 @pytest.fixture(scope="module")
 def scorer():
     with Scorer(time_limit_s=0.5, workers=2) as scorer:
-        yield scorer
-
-
-@pytest.fixture(scope="module")
-def compat():
-    with Scorer(time_limit_s=0.5, workers=1, compat=True) as scorer:
         yield scorer
 
 
@@ -86,12 +81,11 @@ def test_the_fault_of_code_that_does_not_define_its_function_is_the_first(scorer
 
 
 def test_code_that_never_loads_is_tried_once(scorer, monkeypatch):
+    assert verdicts(scorer, F) == [True] * 4                        # the reference has run
     processes, original = [], Sandbox.run_process
     monkeypatch.setattr(scorer, "time_limit_s", 0.1)
     monkeypatch.setattr(sandbox, "LOAD_LIMIT_S", 0.1)
     monkeypatch.setattr(Sandbox, "run_process", lambda *arguments: processes.append(1) or original(*arguments))
-    assert verdicts(scorer, F) == [True] * 4
-    del processes[:]
     assert verdicts(scorer, "while True: pass\ndef f(n): return n") == [False] * 4 and len(processes) == 1
 
 
@@ -259,15 +253,15 @@ def test_a_dead_child_is_an_error_not_a_zero():
         scorer.score([(TASK, "def f(n): return 1")])
 
 
-@pytest.mark.parametrize("name, calls, references, answers", PUBLISHED, ids=lambda value: str(value)[:40])
-def test_published_verdicts(compat, scorer, monkeypatch, name, calls, references, answers):
+def test_published_verdicts(scorer, monkeypatch):
     monkeypatch.setattr(sandbox, "CLOCK", 4)                        # 2 s for a call that sleeps
-    task = task_of(*references, *calls)
-    for number, graded_by in enumerate((compat, scorer)):
-        rows = [row for row in answers if number < len(row[0])]
-        scores = graded_by.score([(task, row[-1]) for row in rows])
-        for (rewards, why, answer), score in zip(rows, scores, strict=True):
-            assert reward_of(score.tests) == rewards[number], (why, answer)
+    with Scorer(time_limit_s=0.5, workers=1, compat=True) as compat:
+        for (_, calls, references, answers), number in itertools.product(PUBLISHED, (0, 1)):
+            task, graded_by = task_of(*references, *calls), (compat, scorer)[number]
+            rows = [row for row in answers if number < len(row[0])]
+            scores = graded_by.score([(task, row[-1]) for row in rows])
+            for (rewards, why, answer), score in zip(rows, scores, strict=True):
+                assert reward_of(score.tests) == rewards[number], (why, answer)
 
 
 def test_data_check(tmp_path):

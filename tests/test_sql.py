@@ -58,7 +58,7 @@ def test_ordinary_variants_pass(environment, reference):
 def test_rows_are_a_list_only_where_the_reference_orders(environment):
     turned = REFERENCES["ordered"].replace("COUNT(*) DESC, c.name", "COUNT(*), c.name DESC")
     unordered = REFERENCES["ordered"].partition("ORDER")[0]
-    assert max(verdict["reward"] for verdict in score(environment, "ordered", turned, unordered)) < 1
+    assert all(0 < verdict["reward"] < 1 for verdict in score(environment, "ordered", turned, unordered))
 
 
 HOSTILE = GIVEN["hostile"]
@@ -154,11 +154,8 @@ def test_unseen_schemas_are_in_the_test_split_alone_and_of_known_words(tasks):
     for schema in sql.SCHEMAS.values():
         words["unseen" in schema].update(str(word) for key, word in schema.items() if key != "unseen")
     assert words[True] and words[True] <= words[False]
-    # a schema has "places" or "best", and every pattern something to look for
+    # a schema has "places" or "best"
     assert {"rental_count", "rental_places", "gym_best"} <= set(sql.FAMILIES) and "gym_places" not in sql.FAMILIES
-    for pattern in sql.PATTERNS.values():
-        slots = re.findall(r"(?<!\$)\{(\w+)\}", pattern["query"])
-        assert any("looks" in sql.DECISIONS[slot] for slot in slots) and 3 <= len({*slots}) <= 6
 
 
 def test_hidden_databases_show_each_wrong_decision_and_each_likely_mistake(parts):
@@ -166,7 +163,8 @@ def test_hidden_databases_show_each_wrong_decision_and_each_likely_mistake(parts
     for task, facts, (parents, *_) in parts:
         reference, template = task["ground_truth"], task["template"]
         codes = {slot: fact["code"] for slot, fact in facts.items()}
-        assert 3 <= len(facts) <= 6 and template.format(**codes) == reference
+        assert 3 <= len(facts) <= 6 and "look" in [fact["by"] for fact in facts.values()]
+        assert template.format(**codes) == reference
         statuses = {row[2] for tables in task["databases"] for row in tables[parents]} - {None}
         mutants = sql_mutants.mutants_of(reference, sorted(statuses))
         kinds.update(mutants.values())
