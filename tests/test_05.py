@@ -228,19 +228,19 @@ def test_a_lone_surrogate_stops_nothing_and_metrics_are_written_before_what_is_o
     task = {**FUNCTION, "problem_description": half, "family": half}
     row = {**trajectory(half, f"def f(n): return n  # {half}"), "task": task}
     row["dialogue_history"][0]["content"] = half
-    ending = trajectory("b", "def f(n): raise SystemExit")           # it ends the published evaluation
-    words = [*written(tmp_path, {"a": [row, ending]}), "--compat", "--export", "messages"]
+    others = answers(b="def f(n): raise SystemExit", c=GOOD, d="import math\ndef f(n): return math.prod([n])")
+    words = [*written(tmp_path, {"a": [row, *others]}), "--compat", "--export", "messages"]
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(evaluate, "tables_of", lambda *_: 1 / 0)
         call(5, *words)
-    assert json.loads((out / "metrics.json").read_text())["a"]["n"] == 2 and not (out / "COMPLETED").exists()
+    assert json.loads((out / "metrics.json").read_text())["a"]["n"] == 4 and not (out / "COMPLETED").exists()
     scored = read(out / "scored" / "a.jsonl")
     assert scored[0]["dialogue_history"][0]["content"] == half
-    assert [row["tests_compat"] for row in scored] == [[True] * 2, [False] * 2]
+    assert [row["tests_compat"] for row in scored] == [[verdict] * 2 for verdict in (False, False, True, False)]
     printed = call(5, *words)
-    assert f"writes {out}/export/a.jsonl (2 rows)" in printed and "published: success" in printed
+    assert f"writes {out}/export/a.jsonl (4 rows)" in printed and "published: success" in printed
     metrics, page, _ = report_of(tmp_path)
-    assert metrics["a"]["success_rate_compat"] == 0.5 and metrics["a"]["ends_evaluation"] == 1
+    assert [metrics["a"][key] for key in ("success_rate", "success_rate_compat", "ends_evaluation")] == [.5, .25, 1]
     assert metrics["a"]["scorer"] in ("namespaces", "landlock") and "a\\ud800b" in page
     system, message, _ = read(out / "export" / "a.jsonl")[0]["messages"]
     assert system["content"].startswith("You help a person")
