@@ -96,8 +96,7 @@ def sample_of_functions():
 def function_of(source, name):
     """The syntax tree, as text, of the last function of this name that a source defines, or None."""
     dumps = [None]
-    with warnings.catch_warnings(), contextlib.suppress(SyntaxError, ValueError):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), contextlib.suppress(SyntaxError, ValueError):
         dumps += [ast.dump(node) for node in ast.parse(source).body if getattr(node, "name", None) == name]
     return dumps[-1]
 

@@ -87,12 +87,10 @@ def test_hostile_and_odd_answers_fail_and_harm_nobody(environment, fault):
     ([(float("inf"),)], [(float("inf"),)], True), ([(0.1 + 0.2,)], [(0.3,)], True), ([(0.3,)], [(0.31,)], False),
     ([(12345.678901,)], [(12345.678902,)], True), ([(12345.67890,)], [(12345.67899,)], False),
     ([(1234567891,)], [(1234567891.0,)], True), ([(1234567891,)], [(1234567891.0000002,)], True),
-    ([(1234567891,)], [(1234567892.0,)], False), ([(-123456789012,)], [(-123456789012.0,)], True),
-    ([(1, "x"), (2, "y")], [("y", 2.0), ("x", 1.0)], True)])
+    ([(1234567891,)], [(1234567892.0,)], False), ([(-123456789012,)], [(-123456789012.0,)], True)])
 def test_which_rows_are_equal(rows, other_rows, equal):
-    """Whatever the names and order of columns and, unless ordered, of rows; numbers within rounding."""
-    width = len(rows[0]) if rows else 1
-    assert (canonical("ab"[:width], rows, False) == canonical("nm"[:width], other_rows, False)) == equal
+    """Whatever the names of columns and, unless ordered, the order of rows; numbers within rounding."""
+    assert (canonical("a", rows, False) == canonical("n", other_rows, False)) == equal
     assert canonical("ab", [], False) != canonical("a", [], False) == canonical("n", [], True)
     assert canonical("a", [(1,), (2,)], True) != canonical("a", [(2,), (1,)], True)
 
