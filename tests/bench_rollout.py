@@ -2,9 +2,10 @@
 
     python tests/bench_rollout.py --model smollm2 --dialogues 16 --rounds 10 [--repeats 3] [--best-of 1]
 
-The plain way: all dialogues in lock step, the whole prompts in every round. Same model, prompts,
-random numbers and stop ids, alternating. A scripted exchange: the agent's turns are sampled, and end with a sentence or
-after --max-new-tokens; the person's replies are fixed texts. With --best-of N the first of N candidates is sent."""
+The plain way is transformers' generate(): all dialogues in lock step, the whole prompts in every round. Same model,
+prompts, random numbers and stop ids, alternating. A scripted exchange: the agent's turns are sampled, and end with a
+sentence or after --max-new-tokens; the person's replies are fixed texts. With --best-of N the first of N candidates is
+sent."""
 import argparse
 import asyncio
 import pathlib
@@ -22,92 +23,70 @@ from lib.models import encode, load_model, render_chat, stop_ids  # noqa: E402
 from lib.runtime import start  # noqa: E402
 from lib.seeds import uniforms  # noqa: E402
 
+REQUEST = ("Can you write a function for me, number {}, that works out the price of a ticket from the age of the "
+           "visitor and the day of the week?")
 REPLIES = (
     "Yes, that is what I had in mind, more or less.", "Only for the adults.", "The fee is added after the discount.",
-    "I do not know, do what you think is best.", "It should be rounded to two digits, and never below zero.",
-    "If the list is empty, give back None.", "They are sorted by name, and then by age where the names are the same.",
-    "No.", "The first one counts twice, because it is the one that people look at.", "Ten at most.")
+    "It should be rounded to two digits, and never below zero.", "If the list is empty, give back None.", "No.",
+    "They are sorted by name, and then by age where the names are the same.")
 
 
-class Dialogue:
-    def __init__(self, number, tokenizer, args):
-        self.number, self.tokenizer, self.args, self.sampled = number, tokenizer, args, []
-        self.history = [{"role": "user", "content": f"Can you write a function for me, number {number}, that works out "
-                         "the price of a ticket from the age of the visitor and the day of the week?"}]
-
-    def prompt(self):
-        """Ids of the prompt, and the random numbers of the turn (--best-of, --max-new-tokens)."""
-        randoms = uniforms((self.args.best_of, self.args.max_new_tokens), self.number, len(self.history))
-        text = render_chat(self.tokenizer, common.agent_messages(self.history, self.args.rounds, AGENT_SYSTEM),
-                           add_generation_prompt=True)
-        return encode(self.tokenizer, text), randoms
-
-    def go_on(self, outputs):
-        self.sampled.append(outputs)
-        text = self.tokenizer.decode(outputs[0], skip_special_tokens=True).strip()
-        reply = REPLIES[(self.number + len(self.history)) % len(REPLIES)]
-        self.history += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
-
-
-@torch.no_grad()
 def generate(model, prompts, randoms, temperature, stops):
-    """What an Engine samples, without one: all prompts padded into one batch, which rows leave as they end."""
-    from transformers import DynamicCache
-    device = next(model.parameters()).device
-    max_new_tokens = randoms.shape[1]
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)            # (P, T)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)      # (P, T)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    randoms = randoms.to(device, torch.float32)
-    stops = torch.tensor(stops, device=device)
-    alive = torch.arange(len(randoms), device=device)
-    new = [[] for _ in randoms]
-    samples = len(randoms) // len(prompts)
-    cache = DynamicCache(config=model.config)
-    for step in range(max_new_tokens):
-        hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
-                                     use_cache=True, cache=cache).last_hidden_state
-        logits = model.get_output_embeddings()(hidden[:, -1]).float()                                 # (n, V)
-        if step == 0 and samples > 1:
-            cache.batch_repeat_interleave(samples)
-            logits, mask, positions = (x.repeat_interleave(samples, 0) for x in (logits, mask, positions))
-        token = next_tokens(logits, randoms[alive, step], torch.full((len(alive),), temperature, device=device))
-        for row, value in zip(alive.tolist(), token.tolist()):
-            new[row].append(value)
-        going = ~torch.isin(token, stops)
-        if not going.any():
-            break
-        ids = token[:, None]
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        positions = positions[:, -1:] + 1
-        if not going.all():                                     # rows that have ended leave the batch
-            cache.batch_select_indices(going.nonzero().squeeze(1))
-            ids, mask, positions, alive = ids[going], mask[going], positions[going], alive[going]
-    return new
+    """What an Engine samples, by transformers' generate(): all prompts padded into one batch, until the last row ends.
+    randoms: of each prompt (samples, tokens)."""
+    rows = [prompt for prompt, numbers in zip(prompts, randoms) for _ in numbers]
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)         # (N, T)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    randoms = torch.cat(randoms).to(model.device, torch.float32)                                      # (N, tokens)
+    temperatures = torch.full_like(randoms[:, 0], temperature)
+
+    def sampled_alone(read, logits):
+        tokens = next_tokens(logits, randoms[:, read.shape[1] - width], temperatures)
+        return torch.nn.functional.one_hot(tokens, logits.shape[1]).float()
+    new = model.generate(ids, attention_mask=mask, max_new_tokens=randoms.shape[1], do_sample=False, pad_token_id=0,
+                         eos_token_id=stops, logits_processor=[sampled_alone])[:, width:]
+    outputs = []
+    for row in new.tolist():
+        end = next((place for place, token in enumerate(row, 1) if token in stops), len(row))
+        outputs.append(row[:end])
+    return outputs
 
 
-def plain(dialogues, model, stops, args):
-    for _ in range(args.rounds):
-        prompts, randoms = zip(*[dialogue.prompt() for dialogue in dialogues])
-        outputs = generate(model, prompts, torch.cat(randoms), 1.0, stops)
-        for number, dialogue in enumerate(dialogues):
-            dialogue.go_on(outputs[number * args.best_of:(number + 1) * args.best_of])
+class LockStep:
+    """In the place of an Engine: generate() for all dialogues at once, when all have asked."""
+
+    def __init__(self, model, stops, num_dialogues):
+        self.model, self.stops, self.num_dialogues, self.waiting = model, stops, num_dialogues, []
+
+    async def generate(self, prompt, randoms, temperature, key):
+        future = asyncio.Future()
+        self.waiting.append((prompt, randoms, future))
+        if len(self.waiting) == self.num_dialogues:
+            prompts, numbers, futures = zip(*self.waiting)
+            self.waiting = []
+            outputs = generate(self.model, prompts, numbers, temperature, self.stops)
+            for number, other in enumerate(futures):
+                other.set_result(outputs[number * len(randoms):(number + 1) * len(randoms)])
+        return await future
 
 
-def through_engine(dialogues, model, stops, args):
-    engine = Engine(model, stops, len(dialogues) * args.best_of, 8192)
+async def play(number, engine, tokenizer, args):
+    """The outputs of each turn of a dialogue."""
+    history, sampled = [{"role": "user", "content": REQUEST.format(number)}], []
+    for turn in range(args.rounds):
+        messages = common.agent_messages(history, args.rounds, AGENT_SYSTEM)
+        prompt = encode(tokenizer, render_chat(tokenizer, messages, add_generation_prompt=True))
+        randoms = uniforms((args.best_of, args.max_new_tokens), number, turn)
+        sampled.append(await engine.generate(prompt, randoms, 1.0, key=number))
+        text = tokenizer.decode(sampled[-1][0], skip_special_tokens=True).strip()
+        reply = REPLIES[(number + turn) % len(REPLIES)]
+        history += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
+    return sampled
 
-    async def play(dialogue):
-        for _ in range(args.rounds):
-            prompt, randoms = dialogue.prompt()
-            dialogue.go_on(await engine.generate(prompt, randoms, 1.0, key=dialogue.number))
 
-    async def play_all():
-        await asyncio.gather(*map(play, dialogues))
-
-    asyncio.run(play_all())
-    return engine.stats
+async def play_all(engine, tokenizer, args):
+    return await asyncio.gather(*(play(number, engine, tokenizer, args) for number in range(args.dialogues)))
 
 
 def main():
@@ -124,22 +103,19 @@ def main():
     # What ends a turn: the model's stop ids, and what ends a sentence, because a base model seldom ends its turns.
     texts = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     stops = sorted({*stop_ids(model, tokenizer), *(n for n, text in enumerate(texts) if text[-1:] in ".?Ċ")})
-    ways = {"plain": plain, "engine": through_engine}
-    seconds, sampled = {way: [] for way in ways}, {}
+    seconds, sampled = {"plain": [], "engine": []}, {}
     for _ in range(args.repeats):
-        for way, work in ways.items():
-            dialogues = [Dialogue(number, tokenizer, args) for number in range(args.dialogues)]
+        engine = Engine(model, stops, args.dialogues * args.best_of, 8192)
+        for way, sampler in (("plain", LockStep(model, stops, args.dialogues)), ("engine", engine)):
             begin = time.perf_counter()
-            stats = work(dialogues, model, stops, args)
+            sampled[way] = sum(asyncio.run(play_all(sampler, tokenizer, args)), [])
             seconds[way].append(time.perf_counter() - begin)
-            sampled[way] = [turn for dialogue in dialogues for turn in dialogue.sampled]
-    rates = {way: args.dialogues / statistics.median(values) for way, values in seconds.items()}
-    print(f"dialogues/s: plain {rates['plain']:.3f}, engine {rates['engine']:.3f}, ratio "
-          f"{rates['engine'] / rates['plain']:.2f} (medians of {args.repeats})")
+    plain, fast = (args.dialogues / statistics.median(seconds[way]) for way in ("plain", "engine"))
+    print(f"dialogues/s: plain {plain:.3f}, engine {fast:.3f}, ratio {fast / plain:.2f} (medians of {args.repeats})")
     same = sum(a == b for a, b in zip(*sampled.values()))
     print(f"the same ids in {same} of {len(sampled['plain'])} turns")
-    print(f"engine: prefill {stats['prefill_tokens']:,} tokens, {stats['reused_tokens']:,} reused; decode "
-          f"{stats['decode_tokens']:,} in {stats['decode_steps']:,} steps")
+    print("engine: prefill {prefill_tokens:,} tokens, {reused_tokens:,} reused; decode {decode_tokens:,} in "
+          "{decode_steps:,} steps".format(**engine.stats))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
 """Fixtures: a small untrained model, template tasks, trajectories made by the stages themselves."""
 import contextlib
 import fcntl
+import functools
 import gc
 import importlib
 import io
 import itertools
 import json
+import multiprocessing.forkserver
 import os
 import pathlib
-import shutil
+import runpy
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from unittest import mock
 
 import pytest
-
-import processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BASE = ROOT / "models" / "tiny"
@@ -42,7 +43,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     from colbench import scorer
-    scorer.num_cores = lambda: 1                                     # as in processes.py: a second worker takes 0.3 s
+    scorer.num_cores = lambda: 1                                     # as in become(): a second worker takes 0.3 s
     gc.freeze()                                                      # no collection looks at what is imported by now
     gc.enable()
 
@@ -61,12 +62,56 @@ def fork(name):
     return importlib.import_module(f"examples.{name}")
 
 
-def begin(script, *arguments, folder, rank=0, environment=None, run=processes.run_program):
+IMPORTED = [                                                         # what a stage imports, at its top or later
+    "jinja2", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "matplotlib.pyplot", "openai",
+    "peft", "PIL.Image", "tokenizers", "tqdm", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
+    "transformers.models.llama.modeling_llama", "common", "conftest",
+    *(f"lib.{path.stem}" for path in ROOT.glob("lib/*.py"))]
+
+
+@functools.cache
+def forks():
+    """multiprocessing with a running server of forks, which has imported torch and transformers once (4 s each time
+    otherwise)."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(IMPORTED)
+    with mock.patch.dict(os.environ, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"):
+        multiprocessing.forkserver.ensure_running()
+    return found
+
+
+def become(run, argv, environment, output):
+    """In a fork: run(argv) as in a process of its own. Its scorers start one worker, as on a machine with one core:
+    a second one takes 0.2 s (test_sandbox.py and test_scorer.py are about several)."""
+    for number, ending in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{output}.{ending}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    gc.freeze()                                                      # a collection copies no pages of the server
+    from colbench import scorer
+    scorer.num_cores = lambda: 1
+    run(argv)
+
+
+def run_program(argv):
+    """Run a script, or a module (-m NAME), as `python argv` does."""
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def begin(script, *arguments, folder, rank=0, environment=None, run=run_program):
     """Start a stage, or a module ("examples.grpo"), in a process of its own, its output in files of `folder`.
     Returns the multiprocessing.Process. run: what is called with the words of the command."""
     program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
-    return processes.start(run, [*program, *map(str, arguments)], {**os.environ, **(environment or {})},
-                           f"{folder}/{rank}.out", f"{folder}/{rank}.err")
+    argv, environment = [*program, *map(str, arguments)], {**os.environ, **(environment or {})}
+    process = forks().Process(target=become, args=(run, argv, environment, f"{folder}/{rank}"))
+    process.start()
+    return process
 
 
 def ended(process):
@@ -183,8 +228,7 @@ def made_once(tmp_path_factory, name, make):
     with open(base / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not whole.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             make(folder)
             whole.touch()
     return folder

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
 from compare import assert_same_steps, greatest_difference
-from conftest import BASE, begin, call, ended, Partial, policy_flags, read, succeed
+from conftest import BASE, begin, call, ended, Partial, policy_flags, read, run_program, succeed
 from lib.runtime import new_store
-from processes import run_program
 
 TIMES = "tokens_per_s", "peak_memory_mb", "seconds"                 # of metrics.jsonl
 

@@ -2,14 +2,15 @@
 import asyncio
 import copy
 import random
+from unittest import mock
 
 import pytest
 import torch
-from transformers import DynamicCache
 
+import bench_rollout
 from lib import engine as engine_module
 from lib.engine import Engine, few_sizes, next_tokens
-from lib.models import encode, WIDTH_STEP
+from lib.models import WIDTH_STEP
 from lib.seeds import uniforms
 from server import generate
 
@@ -26,21 +27,8 @@ def randoms_of(*key, samples=1, max_new_tokens=24):
     return uniforms((samples, max_new_tokens), *key)
 
 
-@torch.no_grad()
-def plain(model, prompt, randoms, temperature=1.0, stops=STOPS):
-    """What an Engine samples, without one: one sample after the other, with a cache of transformers."""
-    outputs = []
-    for numbers in randoms.float():
-        cache, ids, new = DynamicCache(config=model.config), prompt, []
-        for number in numbers:
-            logits = model(torch.tensor([ids]), past_key_values=cache).logits[:, -1]                          # (1, V)
-            token = next_tokens(logits.float(), number[None], torch.tensor([temperature])).item()
-            new.append(token)
-            if token in stops:
-                break
-            ids = [token]
-        outputs.append(new)
-    return outputs
+def plain(model, prompt, randoms, temperature=1.0):
+    return bench_rollout.generate(model, [prompt], [randoms], temperature, STOPS)
 
 
 def together(*coroutines):
@@ -93,15 +81,20 @@ def counted(engine, prompt, randoms, key):
     return replies, *(engine.stats[name] - before[name] for name in ("reused_tokens", "prefill_tokens"))
 
 
-def test_a_dialogue_computes_only_what_is_new(tiny):
-    engine = Engine(tiny[0], STOPS, 2, 400)
-    [prompt], cached = prompts_of(50), 0
+@pytest.mark.parametrize("samples", [1, 8])
+def test_a_dialogue_computes_only_what_is_new(tiny, samples):
+    """Of many samples the prompt once, and next turn those that were not sent are not read."""
+    engine = Engine(tiny[0], STOPS, samples + 1, 400)
+    [prompt], cached, said = prompts_of(50), 0, set()
     for turn, reply in enumerate([*prompts_of(7, 20, 1), []]):
-        randoms = randoms_of(turn)
-        [new], reused, computed = counted(engine, prompt, randoms, "a")
+        randoms = randoms_of(turn, samples=samples)
+        new, reused, computed = counted(engine, prompt, randoms, "a")
         assert (reused, computed) == (cached, len(prompt) - cached - 1)
-        cached = len(prompt) + len(new) - 1                          # no step has read the last token
-        prompt = prompt + new + reply
+        said |= set(map(tuple, new))
+        sent = max(new, key=len)
+        cached = len(prompt) + len(sent) - 1                         # no step has read the last token
+        prompt = prompt + sent + reply
+    assert len(said) > samples / 2
     changed = prompt[:30] + [5] + prompt[31:]                        # the template rewrites earlier text
     for again, key, reused in ((changed, "a", 30), (changed, "a", len(changed) - 1), (changed[:40], "a", 39),
                                (changed, "b", 0)):                   # another dialogue's cache is not read
@@ -110,35 +103,20 @@ def test_a_dialogue_computes_only_what_is_new(tiny):
 
 def test_dialogues_in_flight(tiny):
     """Dialogues of several turns and samples, whose people answer at once or later; slots move, and are taken away."""
-    model, _ = tiny
-    expected = {}
-
     async def play(engine, number, prompt):
         rng = random.Random(number)
         for turn in range(4):
             randoms = randoms_of(number, turn, samples=1 + number % 3, max_new_tokens=rng.randrange(3, 20))
             new = await engine.generate(prompt, randoms, 1.0, key=number)
-            if (number, turn) not in expected:
-                expected[number, turn] = plain(model, prompt, randoms)
-            assert new == expected[number, turn]
+            assert new == plain(tiny[0], prompt, randoms)
             prompt = prompt + rng.choice(new) + [rng.randrange(20, 700) for _ in range(rng.randrange(1, 12))]
             for _ in range(rng.choice([0, 0, 5, 30])):
                 await asyncio.sleep(0)
     for slots in (6, 3):
-        engine = Engine(model, STOPS, slots, 600)
+        engine = Engine(tiny[0], STOPS, slots, 600)
         dialogues = [play(engine, number, prompt) for number, prompt in enumerate(prompts_of(*[80, 5, 40, 20, 60, 3]))]
         assert together(*dialogues) == [None] * 6
         assert engine.stats["reused_tokens"] > 0
-
-
-def test_many_samples_from_one_prefill(tiny):
-    engine = Engine(tiny[0], STOPS, 8, 400)
-    [prompt] = prompts_of(60)
-    new, _, computed = counted(engine, prompt, randoms_of(0, samples=8), "a")
-    assert computed == len(prompt) - 1 and len(set(map(tuple, new))) > 4
-    prompt = prompt + max(new, key=len) + [33, 34]                   # the next turn finds the one that was sent
-    _, reused, _ = counted(engine, prompt, randoms_of(1, samples=8), "a")
-    assert reused == len(prompt) - 3
 
 
 def test_the_least_recently_used_dialogue_gives_way(tiny):
@@ -157,14 +135,10 @@ def test_few_sizes():
 
 
 def test_an_error_of_the_model_reaches_all_who_wait(tiny, monkeypatch):
-    model, _ = tiny
-    prompts, randoms = prompts_of(20, 30), randoms_of(0)
-    engine = Engine(model, STOPS, 2, 100)
-
-    def fail(*_, **__):
-        raise RuntimeError("out of memory")
-    monkeypatch.setattr(model.get_decoder(), "forward", fail)
-    results = together(*(engine.generate(prompt, randoms, 1.0, key=n) for n, prompt in enumerate(prompts * 3)))
+    engine = Engine(tiny[0], STOPS, 2, 100)
+    monkeypatch.setattr(tiny[0].get_decoder(), "forward", mock.Mock(side_effect=RuntimeError("out of memory")))
+    prompts = enumerate(prompts_of(20, 30) * 3)
+    results = together(*(engine.generate(prompt, randoms_of(0), 1.0, key) for key, prompt in prompts))
     assert [str(error) for error in results] == ["out of memory"] * 6
 
 
@@ -192,9 +166,7 @@ def test_bfloat16(tiny):
 
 
 def test_sampling_follows_the_softmax(tiny):
-    model, tokenizer = tiny
-    prompt = encode(tokenizer, "<|user|>Can you write a function that works out the price of a ticket?<|end|>"
-                    "<|assistant|>")
+    model, [prompt] = tiny[0], prompts_of(20)
     with torch.no_grad():
         probabilities = torch.softmax(model(torch.tensor([prompt])).logits[0, -1].float(), -1)
     grid = torch.linspace(0, 1, 1001)[:-1, None] + 0.5 / 1000                # evenly spaced points: no sampling noise

@@ -1,12 +1,18 @@
 """Families of models (tiny, with random weights): log-probabilities, trees, samples and saved folders of each are those
-of transformers, or there is one line."""
+of transformers, or there is one line; and so where files are damaged."""
+import json
 import math
+import pathlib
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
-from conftest import ROOT, trajectory, turns
+from colbench import backend
+from conftest import BASE, critic_note
 from lib import models
 from lib.models import load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
 from lib.runtime import InputError, start
@@ -16,9 +22,6 @@ SIZES = {"vocab_size": 781, "hidden_size": 32, "intermediate_size": 32, "num_hid
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
          "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 780, "initializer_range": 0.3}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-          "layer_types": ["linear_attention", "full_attention"]}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 WINDOW = {"sliding_window": 8}                                       # tokens, less than the prompt
 HALVES = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 QWEN = {**HALVES, "use_sliding_window": True, "max_window_layers": 0}
@@ -26,18 +29,18 @@ QWEN = {**HALVES, "use_sliding_window": True, "max_window_layers": 0}
 FULL = {                                                            # every layer sees all tokens before it
     "llama": {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5e5,
                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
-    "qwen3_moe": EXPERTS, "gpt2": GPT2, "gpt_neox": {}, "granite": {"logits_scaling": 4.0},
-    "cohere": {"logit_scale": 0.3}, "nanochat": {"final_logit_softcapping": 3.0}}
+    "qwen3_moe": EXPERTS, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}, "gpt_neox": {},
+    "granite": {"logits_scaling": 4.0}, "cohere": {"logit_scale": 0.3}, "nanochat": {"final_logit_softcapping": 3.0}}
 WINDOWED = {                                                        # some layers, or all, see the last tokens alone
-    "afmoe": {**HALVES, **EXPERTS}, "cohere2": HALVES, "cwm": HALVES, "exaone4": HALVES,
-    "exaone_moe": {**HALVES, **EXPERTS}, "gemma2": {**WINDOW, "final_logit_softcapping": 3.0}, "gemma3_text": HALVES,
-    "gemma4_text": {**HALVES, "vocab_size_per_layer_input": 781}, "gpt_oss": {**HALVES, **EXPERTS},
-    "granite_swa": HALVES, "laguna": {**HALVES, **EXPERTS}, "mimo_v2_flash": {**HALVES, **EXPERTS},
-    "ministral": WINDOW, "mistral": WINDOW, "mixtral": {**WINDOW, **EXPERTS}, "olmo3": HALVES, "phi3, window": WINDOW,
-    "qwen2": QWEN, "qwen3, window": QWEN, "smollm3, window": {**QWEN, "no_rope_layers": [1, 0]}, "starcoder2": WINDOW,
-    "vaultgemma": HALVES}
+    **dict.fromkeys(("cohere2", "cwm", "exaone4", "gemma3_text", "granite_swa", "olmo3", "vaultgemma"), HALVES),
+    **dict.fromkeys(("afmoe", "exaone_moe", "gpt_oss", "laguna", "mimo_v2_flash"), {**HALVES, **EXPERTS}),
+    **dict.fromkeys(("ministral", "mistral", "phi3, window", "starcoder2"), WINDOW), "mixtral": {**WINDOW, **EXPERTS},
+    "gemma2": {**WINDOW, "final_logit_softcapping": 3.0}, "gemma4_text": {**HALVES, "vocab_size_per_layer_input": 781},
+    "qwen2": QWEN, "qwen3, window": QWEN, "smollm3, window": {**QWEN, "no_rope_layers": [1, 0]}}
 LIMITED = {                                                         # layers that take no masks, or no positions
-    "qwen3_5_text": LINEAR, "bloom": {"n_layer": 2, "n_head": 4}, "mamba": {"state_size": 8}}
+    "qwen3_5_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+                     "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "bloom": {"n_layer": 2, "n_head": 4}, "mamba": {"state_size": 8}}
 FAMILIES = {**FULL, **WINDOWED, **LIMITED}
 
 PROMPT = "<|user|>Can you write a function that works out the price of a ticket for a visitor?<|end|><|assistant|>"
@@ -45,7 +48,6 @@ ACTIONS = [[33, 34, 780], [50, 51, 52, 53, 54, 780], [60, 780]]
 
 
 def model_of(family):
-    from transformers import AutoConfig, AutoModelForCausalLM
     sizes = {**SIZES, **FAMILIES[family]}
     if family == "mamba":
         sizes = {key: value for key, value in sizes.items() if "head" not in key}
@@ -56,23 +58,13 @@ def model_of(family):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(str(ROOT / "models" / "tiny"))
+    return load_tokenizer(str(BASE))
 
 
 def folder_of(model, tokenizer, path):
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
-
-
-def expected_logps(model, tokenizer):
-    """Of each action after the prompt, by the model's own logits."""
-    prompt, logps = common.encode(tokenizer, PROMPT), []
-    for action in ACTIONS:
-        ids = torch.tensor([prompt + action])
-        token_logps = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1)
-        logps.append(token_logps.gather(1, ids[0, 1:, None])[-len(action):].sum())
-    return torch.stack(logps)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,7 +80,12 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
         for prompt, ids in zip(prompts, generate(model, prompts, torch.full((2, 6), .5), 0, [780, 17])):
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=[780, 17])
             assert ids == expected[0, len(prompt):].tolist()
-    expected = expected_logps(model, tokenizer)
+    logps = []
+    for action in ACTIONS:
+        ids = torch.tensor([common.encode(tokenizer, PROMPT) + action])
+        token_logps = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1)
+        logps.append(token_logps.gather(1, ids[0, 1:, None])[-len(action):].sum())
+    expected = torch.stack(logps)
     expected.pow(2).sum().backward()
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]        # not all biases
     gradients = [parameter.grad.clone() for parameter in trained]
@@ -108,7 +105,6 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
 
 def test_all_families_whose_windows_are_known_are_here():
     """Another one, Llama 4's, takes no masks."""
-    from transformers import AutoConfig, AutoModelForCausalLM
     assert sorted(models.WINDOWED) == sorted(family.removesuffix(", window") for family in WINDOWED)
     config = AutoConfig.for_model("llama4_text", **SIZES, attention_chunk_size=8, layer_types=["chunked_attention"] * 2)
     assert not models.takes_masks(AutoModelForCausalLM.from_config(config))
@@ -116,55 +112,11 @@ def test_all_families_whose_windows_are_known_are_here():
 
 def test_a_family_whose_logits_are_not_known_is_refused(tokenizer, tmp_path):
     """HyperCLOVA X multiplies by what Granite, which has the same name for it, divides by."""
-    from transformers import AutoConfig, AutoModelForCausalLM
     config = AutoConfig.for_model("hyperclovax", **SIZES, logits_scaling=4.0)
     folder = folder_of(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path)
     for load in (lambda: load_model(folder, "cpu"), lambda: common.load_scorer(folder, start(0), Sharding())):
         with pytest.raises(InputError, match="a hyperclovax model makes logits of its last hidden states in a way"):
             load()
-
-
-# --- chat templates
-
-# In our own words, of families whose tokenizer's eos_token is not what ends a turn, or whose template takes no system
-# message, ends a finished chat with one more token, or adds a date
-GEMMA = ("{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-         "{{ raise_exception('Roles must alternate') }}{% endif %}<turn>"
-         "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<eot>\n{% endfor %}"
-         "{% if add_generation_prompt %}<turn>model\n{% endif %}")
-MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-           "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% if m.role == 'user' %}"
-           "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
-PHI = ("{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}<eot>\n{% endfor %}{% if add_generation_prompt %}"
-       "<turn>assistant\n{% else %}{{ eos_token }}{% endif %}")
-DATED = ("{{ bos_token }}<turn>system\nToday: {{ strftime_now('%d %b %Y') }}<eot>{% for m in messages %}<turn>"
-         "{{ m.role }}\n\n{{ m.content | trim }}<eot>{% endfor %}{% if add_generation_prompt %}<turn>assistant\n\n"
-         "{% endif %}")
-TRAJECTORY = {**trajectory("t", ""), "dialogue_history": turns("the fee", "What fee?", "12", "Thanks")}
-
-
-@pytest.mark.parametrize("template", [GEMMA, MISTRAL, PHI, DATED])
-def test_turns_that_are_rendered_again_end_as_in_the_template(template):
-    tokenizer = load_tokenizer(str(ROOT / "models" / "tiny"))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>", "<eot>"], "bos_token": "<s>",
-                                  "eos_token": "<eos>"})
-    tokenizer.chat_template = template
-    end, other = tokenizer.convert_tokens_to_ids(["<eot>", "<eos>"] if template != MISTRAL else ["<eos>", "<eot>"])
-    agent_turns = common.agent_turns(tokenizer, TRAJECTORY)
-    [row] = common.rows_of_trajectory(tokenizer, agent_turns, TRAJECTORY["task"])
-    for number, text in enumerate(["What fee?", "Thanks"]):
-        ids = [token for token, action in zip(row.ids, row.turn_ids) if action == number]
-        assert ids[-1] == end and other not in ids and tokenizer.decode(ids[:-1]).strip() == text
-    system = common.our_system(TRAJECTORY)
-    for prompt, _ in agent_turns:
-        assert prompt.count(system) == 1
-        if template in (GEMMA, MISTRAL):                            # which refuse a system message
-            assert f"{system}\n\nthe fee" in prompt
-    if template != PHI:
-        assert common.encode(tokenizer, agent_turns[1][0]).count(tokenizer.bos_token_id) == 1
-    model = model_of("llama")
-    model.generation_config.eos_token_id = 17
-    assert stop_ids(model, tokenizer) == sorted({17, tokenizer.eos_token_id, end})
 
 
 # --- folders
@@ -173,7 +125,6 @@ def test_turns_that_are_rendered_again_end_as_in_the_template(template):
                                            ("gpt2", "bfloat16")])
 def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype):
     """Weights, whether they are tied, and all ids that end a turn, which generation_config.json may have alone."""
-    from transformers import AutoModelForCausalLM
     model = model_of(family)
     model.generation_config.eos_token_id = [780, 17]
     base = folder_of(model, tokenizer, tmp_path / "base")
@@ -229,7 +180,56 @@ def test_what_is_longer_than_the_model_takes_is_one_line(tokenizer, tmp_path):
     ("llama", FULL["llama"]["rope_parameters"], 256),                # Llama 3's files give the length after stretching
     ("mamba", {}, math.inf)])                                        # has no positions
 def test_how_many_tokens_a_model_takes(family, rope, most):
-    from transformers import AutoConfig
     sizes = SIZES if family != "mamba" else {}
     config = AutoConfig.for_model(family, **sizes, rope_parameters={"rope_theta": 1e4, **rope})
     assert most_positions(config) == most
+
+
+# --- damaged folders
+
+def shortened(name, length):
+    return name, lambda path: path.write_bytes(path.read_bytes()[:length])
+
+
+def broken_adapter(path):
+    config = {"base_model_name_or_path": str(BASE), "peft_type": "LORA", "r": "x", "target_modules": ["q_proj"]}
+    path.write_text(json.dumps(config))
+    save_file({"base_model.model.a": torch.zeros(1)}, path.with_name("adapter_model.safetensors"))
+
+
+def template(text):
+    return "chat_template.jinja", lambda path: path.write_text(text)
+
+
+def critic_with(head, weights=None):
+    def change(path):
+        path.write_text(json.dumps(critic_note(head)))
+        if weights:
+            torch.save(weights, path.with_name("turn_head.pt"))
+    return "critic.json", change
+
+
+DAMAGES = {                     # {what: (a file, what is done to it)}
+    "code of its own": ("config.json", lambda path: path.write_text('{"auto_map": {"AutoConfig": "code.Config"}}')),
+    "half a config": shortened("config.json", 100), "half of the weights": shortened("model.safetensors", 1_000_000),
+    "half a tokenizer": shortened("tokenizer.json", 20_000), "an adapter": ("adapter_config.json", broken_adapter),
+    "no weights": ("model.safetensors", pathlib.Path.unlink),
+    "no template": ("chat_template.jinja", pathlib.Path.unlink), "a template's syntax error": template("{% for %}"),
+    "a template's own error": template("{{ raise_exception('No system\nprompt') }}"),
+    "an unknown head": critic_with("unknown"), "no turn_head.pt": critic_with("regression"),
+    "a head of another shape": critic_with("regression", {"weight": torch.zeros(1, 7), "bias": torch.zeros(1)})}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_folder_is_one_line(tmp_path, name, monkeypatch):
+    folder, (file, change), asked = shutil.copytree(BASE, tmp_path / "model"), DAMAGES[name], []
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "n")
+    change(folder / file)
+    with pytest.raises(InputError) as error:
+        if file == "critic.json":
+            common.load_critic(common.read_critic(folder, None, backend), common.load_whole("cpu"))
+        else:
+            stop_ids(*load_model(str(folder), "cpu"))
+    line = str(error.value)
+    assert "\n" not in line and str(folder) in line and len(line) < 600 and asked == []
+    assert ("its chat template fails" in line) == ("error" in name)

@@ -1,84 +1,99 @@
 """One context for acting and training: what a critic and a policy read is what the agent read, by any chat template."""
 import collections
 import copy
+import types
 
 import pytest
 
 import common
-from conftest import ROOT
-from lib.data import read_trajectories
-from lib.models import continuation, decode, encode, load_tokenizer, render_chat, tokenizer_name
+from conftest import BASE, turns
+from lib.models import continuation, decode, encode, load_tokenizer, render_chat, stop_ids
 
-USER, REPLY = {"role": "user", "content": "the fee"}, {"role": "assistant", "content": "What fee?"}
+USER, REPLY = turns("the fee", "What fee?")
 TASK = {"problem_description": "the fee", "ground_truth": "def f(): 1", "test_cases": {"a": "f()"}}
 ROW = {"task_id": "t", "sample": 0, "task": TASK, "max_rounds": 8, "system_prompt": "Help.",
-       "dialogue_history": [USER, REPLY, {"role": "user", "content": "12"}, {"role": "assistant", "content": "Thanks"}]}
+       "dialogue_history": turns("the fee", "What fee?", "12", "Thanks")}
 
-# What templates of models write, in our own words: (bos_token, end of turn, template)
+# What templates of models write, in our own words: (bos_token, eos_token, end of turn, template). Some end a turn with
+# another token than the tokenizer's eos_token, take no system message, end a finished chat with one more, add a date
+ALTERNATE = ("{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+             "{{ raise_exception('Only alternating user and assistant roles are supported!') }}{% endif %}")
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 TEMPLATES = {
-    "llama 3": ("<|begin_of_text|>", "<|eot_id|>",
-                "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "llama 3": ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>",
+                "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nToday: {{ strftime_now('%d %b %Y') }}"
+                "<|eot_id|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
                 "{{ m.content | trim }}<|eot_id|>{% endfor %}"
                 "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"),
-    "qwen": (None, "<|im_end|>", CHATML),
-    "smollm2": ("<|im_start|>", "<|im_end|>", CHATML),               # its beginning of a sequence opens each message
-    "gemma": ("<bos>", "<end_of_turn>",
-              "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role | replace('assistant', 'model') }}\n"
-              "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-              "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"),
-    "mistral": ("<s>", "</s>",
-                "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>"
-                "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}")}
-BEGINS = {"llama 3": "<|begin_of_text|>C<|start_header_id|>system", "qwen": "C<|im_start|>system",
-          "smollm2": "C<|im_start|>system", "gemma": "<bos>C<start_of_turn>", "mistral": "<s>C[INST] Help."}
+    "qwen": (None, "<|im_end|>", "<|im_end|>", CHATML),
+    "smollm2": ("<|im_start|>", "<|im_end|>", "<|im_end|>", CHATML),       # whose beginning of a text opens messages
+    "gemma": ("<bos>", "<eos>", "<end_of_turn>",
+              ALTERNATE + "<start_of_turn>{{ m.role | replace('assistant', 'model') }}\n{{ m.content | trim }}"
+              "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"),
+    "mistral": ("<s>", "</s>", "</s>",
+                ALTERNATE + "{% if m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
+                "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"),
+    "phi 3": ("<s>", "<|endoftext|>", "<|end|>",
+              "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+              "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}")}
+BEGINS = {"llama 3": "<|begin_of_text|>C<|start_header_id|>system", "qwen": "C<|im_start|>system\nHelp.",
+          "smollm2": "C<|im_start|>system\nHelp.", "gemma": "<bos>C<start_of_turn>user\nHelp.\n\nthe fee<",
+          "mistral": "<s>C[INST] Help.\n\nthe fee [", "phi 3": "C<|system|>\nHelp."}
 
 
 def tokenizer_of(name):
-    bos, end, template = TEMPLATES[name]
-    tokenizer = load_tokenizer(str(ROOT / "models" / "tiny"))
-    tokenizer.add_special_tokens({"bos_token": bos, "eos_token": end} if bos else {"eos_token": end})
+    bos, eos, end, template = TEMPLATES[name]
+    tokenizer = load_tokenizer(str(BASE))
+    tokenizer.add_special_tokens({"additional_special_tokens": [end], "eos_token": eos})
+    if bos:
+        tokenizer.add_special_tokens({"bos_token": bos})
     tokenizer.chat_template = template
     return tokenizer
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_turns_without_ids_are_what_the_template_writes_and_c_stands_before_all_messages(name):
-    """c comes after the beginning of the sequence, unless this opens every message."""
+    """c comes after the beginning of the sequence, unless this opens every message. A turn ends with the template's
+    end alone; all ids that end one stop the sampler."""
     tokenizer = tokenizer_of(name)
     turns = common.agent_turns(tokenizer, ROW)
     for prompt, _ in turns:
         begin = BEGINS[name].replace("C", common.hidden_info(TASK))
         assert common.critic_prompt(tokenizer, prompt, TASK).startswith(begin)
-    [row] = common.rows_of_trajectory(tokenizer, turns)
+        assert prompt.count("Help.") == 1
+        if name in ("llama 3", "gemma", "mistral"):
+            assert encode(tokenizer, prompt).count(tokenizer.bos_token_id) == 1
+    [row], [_] = (common.rows_of_trajectory(tokenizer, turns, task) for task in (None, TASK))
     chat = [{"role": "system", "content": "Help."}, *ROW["dialogue_history"]]
     assert render_chat(tokenizer, chat).startswith(tokenizer.decode(row.ids, clean_up_tokenization_spaces=False))
-    actions = [[token for token, number in zip(row.ids, row.turn_ids) if number == turn] for turn in (0, 1)]
-    assert [decode(tokenizer, action).strip() for action in actions] == ["What fee?", "Thanks"]
-    assert [action[-1] for action in actions] == [tokenizer.eos_token_id] * 2
+    end = tokenizer.convert_tokens_to_ids(TEMPLATES[name][2])
+    for number, text in enumerate(["What fee?", "Thanks"]):
+        *action, last = [token for token, turn in zip(row.ids, row.turn_ids) if turn == number]
+        assert decode(tokenizer, action).strip() == text and last == end and tokenizer.eos_token_id not in action
+    model = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=17))
+    assert stop_ids(model, tokenizer) == sorted({17, tokenizer.eos_token_id, end})
 
 
 @pytest.mark.parametrize("template", [None, *TEMPLATES])
 @pytest.mark.parametrize("content", ["yes ", "end", "d", "|", "I see\n"])
 def test_an_action_is_its_content_and_the_end_of_the_turn(tiny, template, content):
     """Whatever of it stands elsewhere: in the request, or in the names of control tokens."""
-    tokenizer = tokenizer_of(template) if template else tiny[1]
-    history = [{"role": "user", "content": "Say yes or no; yes please. I see"},
-               {"role": "assistant", "content": content}]
+    tokenizer, end = tiny[1], "<|end|>"
+    if template:
+        tokenizer, end = tokenizer_of(template), TEMPLATES[template][2]
+    history = turns("Say yes or no; yes please. I see", content)
     [[prompt, action]] = common.agent_turns(tokenizer, {**ROW, "dialogue_history": history})
-    assert decode(tokenizer, action[:-1]).strip() == content.strip() and action[-1] == tokenizer.eos_token_id
+    assert decode(tokenizer, action[:-1]).strip() == content.strip() and tokenizer.decode(action[-1]) == end
     assert "Say yes or no; yes please. I see" in prompt
 
 
-def test_a_template_without_a_cue_takes_no_logged_prompt_for_its_own():
-    """Every text ends with an empty cue."""
+def test_cues(tiny):
+    """A template without one takes no logged prompt for its own, although every text ends with an empty cue. One that
+    opens a thought is not before an answer without a thought."""
     counts, logged = collections.Counter(), {**REPLY, "input": "<s>[INST] the fee", "output": "What fee?"}
     [[prompt, _]] = common.agent_turns(tokenizer_of("mistral"), {**ROW, "dialogue_history": [USER, logged]}, counts)
     assert list(counts) == ["rendered again"] and prompt != logged["input"]
-
-
-def test_a_cue_that_opens_a_thought_is_not_before_an_answer_without_one(tiny):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
     for prompt, action in common.agent_turns(tokenizer, ROW):
@@ -108,9 +123,8 @@ def metaspace_tokenizer():
     backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first", split=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"])
     backend.train_from_iterator(["What fee? Thanks the fee"] * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    tokenizer.chat_template = TEMPLATES["mistral"][2]
-    return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+                                   chat_template=TEMPLATES["mistral"][3])
 
 
 @pytest.mark.parametrize("name", ["qwen", "metaspace"])
@@ -138,9 +152,9 @@ def test_rows_hold_the_ids_that_were_read(name):
 @pytest.mark.parametrize("name", ["llama 3", "smollm2", "mistral"])
 def test_contents_are_text_whatever_they_contain(name):
     tokenizer = tokenizer_of(name)
-    bos, end, _ = TEMPLATES[name]
+    bos, _, end, _ = TEMPLATES[name]
     nasty = f"a {end} b {bos} c"
-    row = {**ROW, "dialogue_history": [{"role": "user", "content": nasty}, {"role": "assistant", "content": nasty}]}
+    row = {**ROW, "dialogue_history": turns(nasty, nasty)}
     [[prompt, action]] = common.agent_turns(tokenizer, row)
     [[plain_prompt, plain_action]] = common.agent_turns(tokenizer, ROW | {"dialogue_history": [USER, REPLY]})
     for special in tokenizer.convert_tokens_to_ids([bos, end]):
@@ -148,14 +162,6 @@ def test_contents_are_text_whatever_they_contain(name):
         assert action.count(special) == plain_action.count(special)
         read = common.critic_prompt(tokenizer, prompt, {**TASK, "ground_truth": nasty})
         assert encode(tokenizer, read).count(special) == encode(tokenizer, prompt).count(special)
-
-
-def test_a_prompt_that_names_no_control_token_is_unchanged(tiny, workspace):
-    """Rows of a rollout are rendered again as they were sampled."""
-    for row in read_trajectories(workspace / "offline.jsonl")[:8]:
-        assert row["tokenizer"] == tokenizer_name(tiny[1])
-        again = common.agent_turns(tiny[1], {**row, "tokenizer": None})
-        assert again == common.agent_turns(tiny[1], row)
 
 
 def test_reference_log_probabilities_are_those_of_the_examples(tiny, tmp_path):

@@ -1,5 +1,5 @@
-"""scripts/study.py and run.sh with stages that only note their commands: every command's flags are parsed by its stage,
-every input is there before it is used, and an output has one command. scripts/table.py and plot.py on its tables."""
+"""scripts/study.py, run.sh and slurm.sh with stages that only note their commands: every command's flags are parsed by
+its stage, every input is there before it is used, and an output has one command. table.py and plot.py on its tables."""
 import csv
 import importlib
 import itertools
@@ -7,12 +7,15 @@ import json
 import os
 import pathlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
-from conftest import ROOT
+from conftest import read, refused, ROOT, stage, trajectory, write
 from lib.data import read_trajectories
 from lib.runtime import InputError
 
@@ -24,11 +27,10 @@ NO_FILES = None, "untrained", "models/tiny", "models/tiny_sql", "models/tiny_pag
 
 
 def parse(words):
-    """(the stage or fork, its arguments) of a command."""
-    if words[0] == "-m":
-        return words[1], vars(importlib.import_module(words[1]).parse_args(words[2:]))
-    module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
-    return words[0][:2], vars(module.parse_args(words[1:]))
+    """("04", say, its arguments) of a command that runs a stage, a fork or a script."""
+    program, *flags = words[1:] if words[0] == "-m" else words
+    module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
+    return program[:2], vars(module.parse_args(flags))
 
 
 class Commands(dict):
@@ -39,7 +41,6 @@ class Commands(dict):
         files = [args.get(flag) for flag in INPUTS]
         files += [path for named in args.get("files", []) for path in named.split("=")[1].split(",")]
         missing = [path for path in files if path not in NO_FILES and not os.path.exists(path)]
-        out = pathlib.Path(out)
         command = {"stage": name, "ranks": ranks, **args}
         assert not missing and self.setdefault(str(out), command) == command, (missing, out)
         if out.suffix == ".jsonl":
@@ -62,7 +63,7 @@ def write_report(folder, files):
         row = {"task_id": "a", "task": {"family": "f"}, "sample": 1, "reward": 1}
         rows = [row | {"run": 0, "sample": 0, "reward": 0, "num_rounds": 3}]
         rows += [row | {"run": run, "num_rounds": 3 + run} for run in range(len(paths.split(",")))]
-        (folder / "scored" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(folder / "scored" / f"{name}.jsonl", rows)
 
 
 @pytest.fixture
@@ -79,12 +80,11 @@ def call(tmp_path, monkeypatch):
     return call
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the chain of run.sh
+# --- the chain of run.sh
 
 @pytest.mark.parametrize("domain, base, num_train, rounds", [
     ("backend", "models/tiny", 80, 8), ("sql", "models/tiny_sql", 80, 8), ("frontend", "models/tiny_pages", 120, 4)])
-def test_the_chain_of_each_domain(call, domain, base, num_train, rounds):
+def test_the_chain_of_each_domain(call, monkeypatch, domain, base, num_train, rounds):
     commands = call(*CHAIN, "--chain", "3", "--domain", domain)
     expected = {"train.jsonl", "test.jsonl", "offline.jsonl", "critic", "sweet", "rft", "mtdpo", "base.jsonl",
                 "rft.jsonl", "mtdpo.jsonl", "sweet.jsonl", "report"} | ({"gates"} if domain != "frontend" else set())
@@ -105,33 +105,31 @@ def test_the_chain_of_each_domain(call, domain, base, num_train, rounds):
     assert report["reference_sees_c"] == commands["o/sweet"]["reference_sees_c"]           # scored as candidates were
     assert {command["similarity"] for command in [report, *played]} == {
         "pixels" if domain == "frontend" else "clip"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")                  # one GPU has one rank
+    assert {command["ranks"] for command in call("base", "sweet", "--chain", "0", "--domain", domain).values()} == {1}
 
 
-def test_one_gpu_has_one_rank(call, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert {command["ranks"] for command in call("base", "sweet", "--chain", "0").values()} == {1}
+def write_program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
 
 
-@pytest.mark.parametrize("flags, line", [
-    (["--domain"], "--domain '': must be a domain"),
-    (["--domain", "frontends"], "--domain 'frontends': must be a domain"),
-    (["--seed"], "seed '--seed': must be a number")])
-def test_run_sh_refuses_other_arguments(flags, line):
-    process = subprocess.run(["bash", "run.sh", *flags], cwd=ROOT, text=True, capture_output=True)
-    assert process.returncode == 2 and process.stderr.startswith(f"error: {line}") and not process.stdout
+def test_run_sh_refuses_other_arguments():
+    for flags, line in ((["--domain"], "--domain '': must be a domain"),
+                        (["--domain", "frontends"], "--domain 'frontends': must be a domain"),
+                        (["--seed"], "seed '--seed': must be a number")):
+        process = subprocess.run(["bash", "run.sh", *flags], cwd=ROOT, text=True, capture_output=True)
+        assert process.returncode == 2 and process.stderr.startswith(f"error: {line}") and not process.stdout
 
 
 def test_run_sh_passes_its_variables_on(tmp_path):
     """In a folder whose python prints its words."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / "run.sh").write_text((ROOT / "run.sh").read_text())
-    (tmp_path / "scripts/arms.toml").write_text("[sql]\n")
-    setup = (ROOT / "scripts/setup.sh").read_text()
-    (tmp_path / "scripts/setup.sh").write_text(f"{setup}\nsetup_environment() {{ :; }}\n")
-    python = tmp_path / ".venv/bin/python"
-    python.write_text('#!/bin/bash\nprintf "%q " "$@"\n')
-    python.chmod(0o755)
+    shutil.copy(ROOT / "run.sh", tmp_path)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    with open(tmp_path / "scripts/setup.sh", "a") as setup:
+        setup.write("setup_environment() { :; }\n")
+    write_program(tmp_path / ".venv/bin/python", 'printf "%q " "$@"')
     for words, variables, printed in (
             ("4", {"OUT": "x y", "TRAIN_TASKS": "8", "TEST_TASKS": "5", "ROUNDS": "6"},
              "--chain 4 --domain sql --out x\\ y/sql/seed4 --set dialogues=32 num_test=5 max_rounds=6 "),
@@ -141,8 +139,7 @@ def test_run_sh_passes_its_variables_on(tmp_path):
         assert process.stdout == f"scripts/study.py base rft mtdpo sweet {printed}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# studies
+# --- studies
 
 def test_arms_of_a_seed_and_size_share_dialogues_critics_and_candidates(call):
     arms = ["mtdpo", "tenth", "sweet", "printed", "blind", "untrained"]
@@ -206,8 +203,7 @@ def test_every_arm_of_the_table_plays(call, domain):
     arms = [arm for arm in study.read_domain(domain)["arms"] if arm != "base"]
     commands = call(*arms, "--domain", domain, "--seeds", "1", "--set", "num_test=7", "samples=1")
     assert {f"o/seed1/{arm}" for arm in arms} <= set(commands)
-    tested = commands[f"o/seed1/{arms[0]}.jsonl"]
-    assert tested["samples"] == 1 and commands["o/seed1/test.jsonl"]["num_tasks"] == 7
+    assert commands[f"o/seed1/{arms[0]}.jsonl"]["samples"] == 1 and commands["o/seed1/test.jsonl"]["num_tasks"] == 7
 
 
 def rows_of(path):
@@ -235,35 +231,30 @@ def test_a_table_of_the_outcomes_of_tasks(tmp_path, capsys):
     assert ["b", "-", "0.500", "0.500"] in lines
 
 
-@pytest.mark.parametrize("rows, texts", [
-    ("round,method\n1,sweet\n2,sweet", {"1", "2", "round of training", "sweet"}),
-    ("dialogues,method\n3200,sweet\n80,sweet\n80,mtdpo\n,base", {"80", "3,200", "dialogues of training", "sweet",
-                                                                 "mtdpo"})])
-def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path, rows, texts):
-    heading, *points = rows.split("\n")
-    lines = [f"{heading},success,low,high", *(f"{point},.5,.4,.6" for point in points)]
-    (tmp_path / "table.csv").write_text("\n".join(lines))
-    for name in ("picture.svg", "again.svg"):
-        plot.main(str(tmp_path / "table.csv"), str(tmp_path / name))
-    svg = (tmp_path / "picture.svg").read_text()
-    assert texts <= set(re.findall(r"<!-- (.*?) -->", svg)) and (tmp_path / "again.svg").read_text() == svg
+def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path):
+    (tmp_path / "rounds").write_text("round,method,success,low,high\n1,sweet,.5,.4,.6\n2,sweet,.5,.4,.6\n")
+    (tmp_path / "sizes").write_text("dialogues,method,success,low,high\n3200,sweet,.5,.4,.6\n80,sweet,.5,.4,.6\n"
+                                    "80,mtdpo,.5,.4,.6\n,base,.5,.4,.6\n")
+    for table, out in (("rounds", "rounds.svg"), ("sizes", "sizes.svg"), ("sizes", "again.svg")):
+        plot.main(str(tmp_path / table), str(tmp_path / out))
+    rounds, sizes, again = ((tmp_path / f"{name}.svg").read_text() for name in ("rounds", "sizes", "again"))
+    for picture, texts in ((rounds, {"1", "2", "round of training", "sweet"}),
+                           (sizes, {"80", "3,200", "dialogues of training", "sweet", "mtdpo"})):
+        assert texts <= set(re.findall(r"<!-- (.*?) -->", picture))
+    assert sizes == again
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what goes wrong
+# --- what goes wrong
 
-@pytest.mark.parametrize("arguments, line", [
-    (["sweet", "--domain", "pages"], "--domain pages: must be one of backend, sql, frontend, real"),
-    (["mine"], "mine: no such arm in scripts/arms.toml, which has rft, mtdpo, sweet"),
-    *((["rft", "--set", change], f"--set {change}: must be NAME=NUMBER, with a number of [backend]")
-      for change in ("dialogs=3", "num_test=few", "base=3", "gates=1"))])
-def test_what_is_unknown_is_refused(call, arguments, line):
-    with pytest.raises(InputError) as error:
-        call(*arguments)
-    assert str(error.value).startswith(line)
-
-
-def test_an_arm_without_a_rate_is_refused():
+def test_what_is_unknown_or_has_no_rate_is_refused():
+    number = "must be NAME=NUMBER, with a number of [backend]"
+    for words, line in (("sweet --domain pages", "--domain pages: must be one of backend, sql, frontend, real"),
+                        ("mine", "mine: no such arm in scripts/arms.toml, which has rft, mtdpo, sweet"),
+                        ("rft --set dialogs=3", f"--set dialogs=3: {number}"),
+                        ("rft --set num_test=few", f"--set num_test=few: {number}"),
+                        ("rft --set base=3", f"--set base=3: {number}"),
+                        ("rft --set gates=1", f"--set gates=1: {number}")):
+        assert refused(study, *words.split()).startswith(line)
     with pytest.raises(InputError, match="mine: no --lr among its flags"):
         study.check_arm("mine", {"arms": {"mine": {"method": "rft", "flags": "--epochs 2"}}})
 
@@ -297,26 +288,26 @@ def test_a_finished_step_is_not_run_again_but_with_other_words_or_newer_files(tm
 
 
 def test_other_arms_are_played_where_one_fails(tmp_path, monkeypatch):
-    outputs = []
-
-    def run_step(out, words, ranks=1, threads=1):
-        outputs.append(out.name)
-        if out.name == "rft":
-            sys.exit(1)
+    run_step = mock.Mock(side_effect=lambda out, *_: out.name != "rft" or sys.exit(1))
     monkeypatch.setattr(study, "run_step", run_step)
     with pytest.raises(SystemExit) as error:
         study.main(["rft", "mtdpo", "--seeds", "1", "--out", str(tmp_path)])
+    outputs = [call.args[0].name for call in run_step.call_args_list]
     assert error.value.code == 1
     assert "mtdpo.jsonl" in outputs and "rft.jsonl" not in outputs and "report" not in outputs
 
 
 @pytest.mark.parametrize("kind", ["exchanged", "facts"])
-def test_another_c_for_the_critic(workspace, tmp_path, kind):
+def test_another_c_for_the_critic(tmp_path, kind):
     """Dialogues, rewards and names stay; the reference is another one of the family, or says what there is to ask."""
-    trajectories, out = read_trajectories(workspace / "offline.jsonl"), tmp_path / "out.jsonl"
+    stage(1).main(["--num-tasks", "24", "--out", str(tmp_path / "tasks")])
+    rows = [trajectory(task["task_id"], "pass", task=task, reward=0.0) for task in read(tmp_path / "tasks")]
+    path, out = write(tmp_path / "rows", rows), tmp_path / "out"
+    trajectories = read_trajectories(path)
     references = {row["task_id"]: (row["task"]["family"], row["task"]["ground_truth"]) for row in trajectories}
     families = [family for family, _ in references.values()]
-    change_c.main(["--kind", kind, "--trajectories", str(workspace / "offline.jsonl"), "--out", str(out)])
+    assert 1 < len(set(families)) < len(families)
+    change_c.main(["--kind", kind, "--trajectories", str(path), "--out", str(out)])
     for before, after in zip(trajectories, read_trajectories(out), strict=True):
         task, reference = after["task"], before["task"]["ground_truth"]
         assert {**after, "task": None} == {**before, "task": None}
@@ -328,3 +319,54 @@ def test_another_c_for_the_critic(workspace, tmp_path, kind):
         added = task["ground_truth"].removeprefix(reference).splitlines()[1:]
         assert len(added) == len(hidden) > 0 and compile(task["ground_truth"], "c", "exec")
         assert all(line.startswith(f"# {fact['topic']}: ") for line, fact in zip(added, hidden))
+
+# --- scripts/slurm.sh: what it prints with DRY=1 are commands that the stages take, and what it submits is a chain
+
+def slurm(**settings):
+    process = subprocess.run(["bash", ROOT / "scripts/slurm.sh"], text=True, capture_output=True,
+                             env={**os.environ, **settings})
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()
+
+
+def test_shellcheck():
+    program = pathlib.Path(sys.executable).parent / "shellcheck"
+    process = subprocess.run([program, ROOT / "scripts/slurm.sh"], text=True, capture_output=True)
+    assert process.returncode == 0, process.stdout
+
+
+@pytest.mark.parametrize("human, samplers", [("rules", 0), ("some/model", 1), ("some/model", 2)])
+def test_every_command_of_the_dry_run_parses(human, samplers):
+    lines = slurm(DRY="1", HUMAN=human, SAMPLERS=str(samplers), OUT="out/of a-test", NODES="3", MODEL="mine")
+    commands = [shlex.split(line) for line in lines if line.startswith(" ")]
+    stages = []
+    for words in commands:
+        starts = [number for number, word in enumerate(words) if word.endswith(".py")]
+        stages += [parse(words[start:]) for start in starts]
+    assert [stage for stage, _ in stages] == "01 01 02 03 04 04 04 02 02 02 02 05".split()
+    policies = {args["method"]: args for stage, args in stages if stage == "04"}
+    assert list(policies) == ["sweet", "mtdpo", "rft"]
+    assert {args["simulator"] for stage, args in stages if stage == "02"} == {
+        "rules" if human == "rules" else "http://node3:8000/v1#some/model"}
+    ranks = [words for words in commands if ".venv/bin/torchrun" in words]
+    flags = {"--nodelist": "node0,node1,node2", "--max-restarts": "3", "--rdzv-endpoint": "node0:29500"}
+    assert [{flag: words[words.index(flag) + 1] for flag in flags} for words in ranks] == [flags] * 9
+    served = [words[words.index("serve") - 2:words.index("serve") + 2:3] for words in commands if "serve" in words]
+    humans, ours = [["node3", human]] * (human != "rules"), [[f"node{3 + n}", "mine"] for n in range(samplers)]
+    assert served == humans + ours + humans * 4
+    sampler = ",".join(f"http://{host}:8000/v1" for host, _ in ours) + "#mine" if ours else None
+    assert policies["sweet"]["sampler"] == sampler
+    assert not (ROOT / "out" / "of a-test").exists()
+
+
+def test_jobs_are_submitted_one_after_the_other(tmp_path):
+    """A stand-in for sbatch notes its words and gives 101, 102, … as ids."""
+    write_program(tmp_path / "sbatch", f'echo "$*" >> {tmp_path}/log; echo $((100 + $(wc -l < {tmp_path}/log)))')
+    printed = slurm(PATH=f"{tmp_path}:{os.environ['PATH']}", OUT=str(tmp_path / "out"), SLURM_FLAGS="--partition gpu")
+    jobs = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert [job[-1] for job in jobs] == ["tasks", "offline", "critic", *["policies"] * 3, "test", "evaluate"]
+    assert all("--requeue" in job and job[-4:-1] == ["--partition", "gpu", "scripts/slurm.sh"] for job in jobs)
+    after = [job[job.index("--dependency") + 1] if "--dependency" in job else None for job in jobs]
+    assert after == [None, *(f"afterok:{number}" for number in (101, 102, 103, 103, 103, "104:105:106", 107))]
+    assert [job[job.index("--nodes") + 1] for job in jobs] == ["1", "3", "2", "3", "2", "2", "3", "1"]
+    assert printed[-1] == "evaluate: job 108" and (tmp_path / "out" / "logs").is_dir()

@@ -4,9 +4,12 @@ import json
 import math
 import shutil
 import types
+from unittest import mock
 
 import pytest
 import torch
+import transformers
+from PIL import Image
 
 import common
 from colbench import frontend
@@ -14,9 +17,10 @@ from colbench.browser import Browser, Render
 from compare import assert_same_steps
 from conftest import BASE, call, read, refused, stage, succeed, turns, write
 from lib.data import sight_of
+from lib.models import load_tokenizer
 from lib.runtime import InputError
 from lib.servers import visible_text
-from lib.vision import image_row, load_processor, load_vision, read_images, vision_reply
+from lib.vision import load_processor, load_vision, read_images, view_rows, views_of, vision_reply
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -29,42 +33,26 @@ def page(colour):
     return f'<html><body style="background:#{colour}"></body></html>'
 
 
-def sight_in(folder, processor=None):
-    """The Sight of a visual critic, as 03 and 04 make it: its screenshots go to a folder beside folder/x."""
-    return sight_of(processor, frontend, {"out": folder / "x"})
-
-
-def turn_row(processor, task, history, sent, files, privileged):
-    """(ids, image files) of the turn after `history` that sends a page (None: only words)."""
-    view = frontend.views(task, [*history, {"role": "assistant", "content": sent or "Which colour?"}], privileged)
-    return image_row(processor, view, files)
-
-
 REFERENCE, WHITE, BLACK, RED = map(page, ("3366cc", "ffffff", "101010", "cc2222"))
 TASK = {"problem_description": "A shop.", "ground_truth": REFERENCE}
 IDEA = turns("A shop.")
 
 
+def turn_row(sight, history, sent, sees_c=True):
+    """(ids, image files) of the turn after `history` that says `sent`, a page perhaps."""
+    view = views_of(sight, TASK, [*history, {"role": "assistant", "content": sent}], sees_c)
+    return view_rows(sight, [[view]])[view]
+
+
 @pytest.fixture(scope="module")
 def vlm(tmp_path_factory):
-    """The folder of an untrained Qwen2-VL: a byte tokenizer, two layers of each kind, pictures of at most 12 tokens."""
-    from tokenizers import decoders, models, pre_tokenizers, Tokenizer
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2VLConfig,
-        Qwen2VLForConditionalGeneration,
-        Qwen2VLImageProcessorPil,
-    )
-    folder = tmp_path_factory.mktemp("vlm")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    words.add_special_tokens(SPECIAL)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|im_end|>",
-                                        chat_template=TEMPLATE)
+    """The folder of an untrained Qwen2-VL with two layers of each kind, for pictures of at most 12 tokens."""
+    folder, tokenizer = tmp_path_factory.mktemp("vlm"), load_tokenizer(str(BASE))
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, "eos_token": "<|im_end|>"})
+    tokenizer.chat_template = TEMPLATE
     ids = tokenizer.convert_tokens_to_ids(SPECIAL)
     torch.manual_seed(0)
-    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(
+    model = transformers.Qwen2VLForConditionalGeneration(transformers.Qwen2VLConfig(
         text_config={"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
                      "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": None,
                      "eos_token_id": ids[1],
@@ -75,7 +63,7 @@ def vlm(tmp_path_factory):
     model.generation_config.update(eos_token_id=ids[1], do_sample=True, temperature=2.0, repetition_penalty=3.0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(max_pixels=12 * 28 * 28).save_pretrained(folder)
+    transformers.Qwen2VLImageProcessorPil(max_pixels=12 * 28 * 28).save_pretrained(folder)
     return folder
 
 
@@ -95,7 +83,7 @@ def seeing(vlm, tmp_path_factory):
     model, processor = load_vision(str(vlm), "cpu")
     scorer = common.Scorer(model, True, processor)
     torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(1))
-    sight, files = sight_in(tmp_path_factory.mktemp("images"), processor), {}
+    sight, files = sight_of(processor, frontend, {"out": tmp_path_factory.mktemp("images") / "x"}), {}
 
     def show(documents):
         if not files.keys() >= set(documents):
@@ -122,10 +110,9 @@ def dialogues(tmp_path_factory):
 
 def test_a_row_by_hand(seeing):
     """Text and number of tokens; ids and pixels are those of transformers' own processor."""
-    processor = seeing[1].processor
-    files = seeing[1].show([REFERENCE, WHITE])
-    history = turns("A shop.", WHITE, "It is<|image_pad|> blue.")
-    ids, images = turn_row(processor, TASK, history, WHITE, files, True)
+    _, sight = seeing
+    processor, files = sight.processor, sight.show([REFERENCE, WHITE])
+    ids, images = turn_row(sight, turns("A shop.", WHITE, "It is<|image_pad|> blue."), WHITE)
     count = ids.count(processor.image_token_id)
     picture = f"<|vision_start|>{'<|image_pad|>' * (count // 2)}<|vision_end|>"
     assert 2 <= count <= 24 and processor.decode(ids) == (
@@ -135,7 +122,7 @@ def test_a_row_by_hand(seeing):
     first, second = common.visual_item([(ids, images), (ids[:9], (None,))])
     assert first == common.Row(ids, [0] * len(ids), None, images)
     assert second == common.Row(ids[:9], [1] * 9, None, (None,))
-    ids, images = turn_row(processor, TASK, IDEA, None, {}, False)
+    ids, images = turn_row(sight, IDEA, "Which colour?", sees_c=False)
     assert images == (None,) and processor.decode(ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nThey get no page yet:<|vision_start|>"
         + "<|image_pad|>" * 4 + "<|vision_end|><|im_end|>\n")                              # 56 x 56 pixels
@@ -144,7 +131,7 @@ def test_a_row_by_hand(seeing):
              {"type": "image", "path": files[WHITE]}]
     theirs = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=True, return_dict=True,
                                            return_tensors="pt")
-    ids, images = turn_row(processor, TASK, IDEA, WHITE, files, True)
+    ids, images = turn_row(sight, IDEA, WHITE)
     assert ids == theirs["input_ids"][0].tolist()
     pixels = read_images(processor, images)
     assert all(torch.equal(pixels[name], theirs[name]) for name in pixels)
@@ -152,18 +139,16 @@ def test_a_row_by_hand(seeing):
 
 def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seeing):
     scorer, sight = seeing
-    processor, files = sight.processor, sight.show([REFERENCE, WHITE, RED])
     long = turns("A shop.", RED, "No, make it white, please.")
-    items = [common.visual_item([turn_row(processor, TASK, IDEA, RED, files, True),
-                                 turn_row(processor, TASK, long, WHITE, files, True)]),
-             common.visual_item([turn_row(processor, TASK, IDEA, None, files, False)])]
+    items = [common.visual_item([turn_row(sight, IDEA, RED), turn_row(sight, long, WHITE)]),
+             common.visual_item([turn_row(sight, IDEA, "Which colour?", sees_c=False)])]
     with torch.no_grad():
         batch = common.collate(items)
         values = scorer(batch)                                                            # (2, 2)
         for item, turn in ((0, 0), (0, 1), (1, 0)):
             row = items[item][turn]
-            inputs = {"input_ids": torch.tensor([row.ids]), **read_images(processor, row.images)}
-            inputs["mm_token_type_ids"] = (inputs["input_ids"] == processor.image_token_id).int()
+            inputs = {"input_ids": torch.tensor([row.ids]), **read_images(sight.processor, row.images)}
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == sight.processor.image_token_id).int()
             by_hand = scorer.model(**inputs, output_hidden_states=True).hidden_states[-1][0].mean(0)
             torch.testing.assert_close(values[item, turn], scorer.head(by_hand)[0], atol=1e-5, rtol=1e-5)
         assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
@@ -192,17 +177,11 @@ def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
     assert again == last != white and abs(with_other - white) > 1e-4
     (white, *_), (with_other,), _ = scores(False, *states)
     assert white == with_other
-    weight = scorer.head.weight.data.clone()
-    scorer.head.weight.data.zero_()
-    assert scores(True, *states) == [[0.0] * 4, [0.0], [0.0] * 2]                                     # untrained
-    scorer.head.weight.data.copy_(weight)
 
 
 def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch, tmp_path, capsys):
-    async def fail(browser, html):
-        return Render(None, None, "fault")
-    monkeypatch.setattr(Browser, "render", fail)
-    assert sight_in(tmp_path).show([WHITE, WHITE, RED]) == {WHITE: None, RED: None}
+    monkeypatch.setattr(Browser, "render", mock.AsyncMock(return_value=Render(None, None, "fault")))
+    assert sight_of(None, frontend, {"out": tmp_path / "x"}).show([WHITE, WHITE, RED]) == {WHITE: None, RED: None}
     assert "2 of 2 pages cannot be rendered: shown as black images" in capsys.readouterr().out
     pixels = read_images(seeing[1].processor, [None])["pixel_values"]
     assert pixels.shape[0] == 16 and pixels.reshape(16, 3, -1).std(-1).max() == 0
@@ -215,57 +194,62 @@ def flags(dialogues, vlm, out, *more):
             "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--out", out, *more]
 
 
+def load(out):
+    return common.load_critic(common.read_critic(out, None, frontend), common.load_whole("cpu"))
+
+
 @pytest.fixture(scope="module")
-def critic(dialogues, vlm, tmp_path_factory):
+def critic(dialogues, vlm, seeing, tmp_path_factory):
+    """(Its folder, what 03 has printed, the loaded critic.)"""
     out = tmp_path_factory.mktemp("critic") / "critic"
-    return out, call(3, *flags(dialogues, vlm, out))
+    printed, loaded = call(3, *flags(dialogues, vlm, out)), load(out)
+    loaded.sight = seeing[1]
+    return out, printed, loaded
 
 
-def load(out, sight):
-    critic = common.load_critic(common.read_critic(out, None, frontend), common.load_whole("cpu"))
-    critic.sight = sight
-    return critic
-
-
-def test_it_begins_at_log_2_learns_and_loads(critic, seeing):
-    out, printed = critic
+def test_it_begins_at_log_2_learns_and_loads(critic):
+    out, printed, loaded = critic
     losses = [row["loss"] for row in read(out / "metrics.jsonl")]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < 0.6
     assert json.loads((out / "critic.json").read_text())["visual"] is True
     assert "images are scaled to at most 9,408 pixels" in printed and "<|image_pad|> …" in printed
     assert (out / "processor_config.json").exists() and list(out.with_name("critic.images").glob("*.png"))
-    [scores] = common.score_actions(load(out, seeing[1]), None, [state(BLACK, WHITE)], 4096, "cpu")
+    [scores] = common.score_actions(loaded, None, [state(BLACK, WHITE)], 4096, "cpu")
     assert scores[1] > scores[0]
 
 
-def test_two_ranks_equal_one_and_values_can_be_trained(dialogues, vlm, seeing, tmp_path, monkeypatch):
+def test_two_ranks_equal_one_and_values_and_adapters_can_be_trained(dialogues, vlm, seeing, tmp_path, monkeypatch):
     monkeypatch.setattr("lib.data.show_documents", lambda domain, arguments, documents: seeing[1].show(documents))
     call(3, *flags(dialogues, vlm, tmp_path / "one", "--epochs", 1))
     succeed("03_train_critic.py", *flags(dialogues, vlm, tmp_path / "two", "--epochs", 1), ranks=2)
     assert_same_steps(tmp_path / "two", tmp_path / "one")
-    call(3, *flags(dialogues, vlm, tmp_path / "v", "--head", "value", "--no-privileged", "--max-steps", 1, "--dtype",
-                   "bfloat16", "--activation-checkpointing"))
-    [step] = read(tmp_path / "v" / "metrics.jsonl")
-    assert step["loss"] == pytest.approx(math.log(2), abs=1e-6) and step["gnorm"] > 0
+    value = ["--head", "value", "--no-privileged", "--dtype", "bfloat16", "--activation-checkpointing"]
+    for name, more in (("value", value), ("adapter", ["--lora", 4])):
+        call(3, *flags(dialogues, vlm, tmp_path / name, "--max-steps", 1, *more))
+        [step] = read(tmp_path / name / "metrics.jsonl")
+        assert step["loss"] == pytest.approx(math.log(2), abs=1e-6) and step["gnorm"] > 0
+    files = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    adapted = load(tmp_path / "adapter")
+    assert adapted.is_visual and adapted.scorer.head.weight.abs().max() > 0
 
 
-def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path, seeing):
+def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path):
+    out, _, loaded = critic
     succeed("04_train_policy.py", "--method", "sweet", "--trajectories", dialogues, "--model", BASE,
-            "--critic", critic[0], "--data-frac", 0.13, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1,
+            "--critic", out, "--data-frac", 0.13, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1,
             "--out", tmp_path / "p", ranks=2)
-    rows, loaded = read(tmp_path / "p" / "scored.jsonl"), load(critic[0], seeing[1])
-    for row in rows:
-        point = stage(4).decision_point(row)
-        [scores] = common.score_actions(loaded, None, [point], 4096, "cpu")
-        assert row["advantages"] == pytest.approx(scores, abs=1e-4)
-    assert rows
+    rows = read(tmp_path / "p" / "scored.jsonl")
+    expected = common.score_actions(loaded, None, list(map(stage(4).decision_point, rows)), 4096, "cpu")
+    advantages = sum([row["advantages"] for row in rows], [])
+    assert len(rows) > 0 and advantages == pytest.approx(sum(expected, []), abs=1e-4)
 
 
-def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, seeing, tmp_path):
+def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
     async def choose(*texts):
         with frontend.Environment(tmp_path) as environment:
             reply, agent = types.SimpleNamespace(prompt="", ids=None), types.SimpleNamespace(tokenizer=None)
-            players = stage(2).Players(environment, "cpu", agent, critic=load(critic[0], seeing[1]))
+            players = stage(2).Players(environment, "cpu", agent, critic=critic[2])
             dialogue = stage(2).Dialogue(TASK, 0, IDEA, None, 0)
             return await stage(2).critic_choice(dialogue, [reply] * len(texts), texts, players, 16384)
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
@@ -275,7 +259,6 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, seeing, tmp_pa
 
 def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
     """The model's own generation_config, which samples and penalises, changes nothing."""
-    from PIL import Image
     model, processor = load_vision(str(vlm), "cpu")
     Image.new("RGB", (60, 90), (200, 30, 30)).save(tmp_path / "a.png")
     messages = [{"role": "system", "content": [{"type": "text", "text": "Look."}]},
@@ -283,42 +266,27 @@ def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
                                              {"type": "image", "image": Image.new("RGB", (56, 56))},
                                              {"type": "text", "text": "What differs?"}]}]
     reply = vision_reply(model, processor, messages, 5)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     inputs = processor.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True,
                                            return_tensors="pt")
-    ids = inputs["input_ids"]
-    with torch.no_grad():
-        while ids.shape[1] < inputs["input_ids"].shape[1] + 5 and ids[0, -1] != model.generation_config.eos_token_id:
-            types_of = (ids == processor.image_token_id).int()
-            logits = model(**{**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids),
-                              "mm_token_type_ids": types_of}).logits
-            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
-    assert reply.ids == ids[0, inputs["input_ids"].shape[1]:].tolist() and reply.text == processor.decode(reply.ids)
-    assert (reply.prompt_tokens, reply.completion_tokens) == (inputs["input_ids"].shape[1], len(reply.ids))
+    num_read = inputs["input_ids"].shape[1]
+    assert reply.ids == model.generate(**inputs, max_new_tokens=5)[0, num_read:].tolist()
+    assert reply.text == processor.decode(reply.ids)
+    assert (reply.prompt_tokens, reply.completion_tokens) == (num_read, len(reply.ids))
 
 
 # --- bad input
 
-def test_bad_input_is_one_line(dialogues, vlm, critic, data, tmp_path):
+def test_bad_input_is_one_line(dialogues, vlm, data, tmp_path):
     """Before anything is played or trained."""
     functions, out = data / "demos.jsonl", tmp_path / "out"
-    policy = ["--out", out, "--trajectories", functions, "--method"]
     for message, number, arguments in [
             ("needs --head regression", 3, flags(dialogues, vlm, out, "--head", "lm")),
             ("can be no critic of functions", 3, flags(functions, vlm, out)),
             ("models of text alone", 3, flags(dialogues, vlm, out, "--dry-run", 1)),
-            ("policies read and write text alone", 4, [*policy, "sft", "--model", vlm]),
-            ("sees cannot rank functions", 4, [*policy, "sweet", "--model", BASE, "--critic", critic[0]])]:
+            ("policies read and write text alone", 4,
+             ["--method", "sft", "--trajectories", functions, "--model", vlm, "--out", out])]:
         assert message in refused(number, *arguments)
     assert not out.exists()
     with pytest.raises(InputError, match="sees no images"):
         load_vision(str(BASE), "cpu")
-
-
-def test_an_adapter_s_critic_that_sees_begins_at_log_2_and_loads(dialogues, vlm, seeing, tmp_path, monkeypatch):
-    monkeypatch.setattr("lib.data.show_documents", lambda domain, arguments, documents: seeing[1].show(documents))
-    out = tmp_path / "critic"
-    call(3, *flags(dialogues, vlm, out, "--lora", 4, "--max-steps", 1))
-    assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    critic = load(out, None)
-    assert critic.is_visual and critic.scorer.head.weight.abs().max() > 0
-    assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
