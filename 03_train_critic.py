@@ -3,17 +3,19 @@
 Reads   trajectories.jsonl (02) with rewards, a model.
 Writes  a critic folder: a model folder with critic.json and metrics.jsonl.
 
-A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c: one sentence, once,
-before the system message:
+A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c once, in a short text in
+front of the first message (common.HIDDEN_INFO):
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
 Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
-L: tokens of the turn; s: the sigmoid; b: --beta.
+s: the sigmoid; b: --beta.
 
---reference-sees-c no   p_ref does not read c: log p(a|o, c) - log p_ref(a|o). A then starts not at 0
-                        but at how much more likely c makes the turn. (04's flag of this name is for ranking alone.)
+--normalize turn        L: the tokens of the turn (default)
+--normalize trajectory  L: all agent tokens of the trajectory, as in the published code
+--normalize none        L: 1
+--reference-sees-c no   p_ref does not read c: before training A is then not 0, but how much more likely c makes the
+                        turn. (04's flag of this name is for ranking; by default it is as in training.)
 --no-privileged         leaves c out
---normalize none        leaves out 1/L (trajectory: one mean over all agent tokens, as in the published code)
 --head regression       a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
 --head value            the head gives the logit of the return after each turn of every trajectory, trained by binary
                         cross-entropy
@@ -122,28 +124,28 @@ def open_reader(domain, args):
     return data.sight_of(processor, domain, vars(args))
 
 
-def train(scorer, examples, targets, args, run):
+def train(scorer, examples, ref_logps, returns, args, run):
     """Train the scorer's model on the examples, from the last saved state.
-    targets: of each example the reference's log-probability of its turns (common.reference_logps); with --head value
-    the return of its trajectory, at least 0."""
+    ref_logps: of each example what common.reference_logps gives.
+    returns: with --head value of each example the return of its trajectory, at least 0."""
     loop = training.Loop(scorer, examples, args.batch_size, args, run)
     for step, batch_numbers in loop.steps():
         num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = scorer.collate(common.items_of(micro_examples), run.device)
-            logps = scorer(batch)                                   # (B, M) of each turn, or the head's output
+            logps = scorer(batch)                # (B, M) of turns, or the head's output; of P pairs B = 2P trajectories
             if args.head == "value":
-                labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (B,)
-                losses = value_losses(logps, labels, batch.lengths)                                # (B,) each
+                labels = torch.tensor([returns[i] for i in micro], device=run.device)              # (B,)
+                values = value_losses(logps, labels, batch.lengths)                                # (B,) each
             else:
-                ref_logps = common.padded_outputs([targets[i] for i in micro], run.device)         # (B, M)
-                advantages = common.action_advantages(logps, ref_logps, batch.lengths, args.normalize)     # eq. 3
+                start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)     # (B, M)
+                advantages = common.action_advantages(logps, start_logps, batch.lengths, args.normalize)   # eq. 3
                 losses, numbers = bradley_terry_losses(advantages, logps, batch.lengths, args.beta, args.nll_coef)
-                losses = {"loss": losses, **training.preference_numbers(**numbers, dtype=args.dtype)}      # (P,) each
+                values = {"loss": losses, **training.preference_numbers(**numbers, dtype=args.dtype)}      # (P,) each
                 if args.head != "lm":
-                    del losses["nll"]                               # a head's numbers are no log-probabilities
-            loop.backward(losses, weights / num_terms)
+                    del values["nll"]                               # a head's numbers are no log-probabilities
+            loop.backward(values, weights / num_terms)
         loop.update(step)
 
 
@@ -165,7 +167,8 @@ def parse_args(argv=None):
     group.add_argument("--no-privileged", action="store_true", help="leave c out")
     group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
                        "reference of eq. 3 reads c, as in the paper, or the dialogue alone (default: yes)")
-    group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
+    group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
+                       help="the L of eq. 3, see above")
     group.add_argument("--held-out-frac", type=flags.share_flag, default=0.05,
                        help="share of the tasks kept for the accuracy")
     flags.set_preset(parser, PRESETS, argv)
@@ -199,16 +202,15 @@ def main(argv=None):
                          f"{args.max_length}")
     begin_output(vars(args), args.out, inputs, folder=True)
 
-    # The reference is this model before its first update; its log-probabilities are computed once, by the same function
+    # The reference is this model before its first update: what it says is computed here, once, with the Scorer that is
+    # trained below
     scorer = common.load_scorer(args.model, run, sharding_of(args), lora, has_head=args.head != "lm")
     common.check_positions(common.items_of(examples), scorer.model)
     tokenizer = scorer.processor or reader
     training.show_samples(tokenizer, examples[0])
     ref_logps = common.reference_logps(args.out, scorer, ref_examples, args.max_tokens, run.device)
-    targets = ref_logps
-    if args.head == "value":
-        targets = [max(0.0, float(domain.eval_score(trajectories[number]))) for number, *_ in groups]
-    train(scorer, examples[:num_trained], targets, args, run)
+    returns = [max(0.0, float(domain.eval_score(trajectories[number]))) for number, *_ in groups]
+    train(scorer, examples[:num_trained], ref_logps, returns, args, run)            # those after are held out
 
     critic = common.Critic(args.out, args.model, args.head, args.normalize, not args.no_privileged,
                            args.reference_sees_c, isinstance(reader, Sight))

@@ -79,7 +79,8 @@ def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
 
 
 def preference_losses(scorer, batch, examples, start_logps, args):
-    """Eq. 4 of a micro-batch, and what the log shows: {"loss" and others: sums over the pairs of each example}.
+    """Eq. 4 of a micro-batch, and what the log shows: {"loss" and others: (examples,), sums over the pairs of each},
+    which train() divides by the pairs of the step.
     start_logps: of each action under the model at the start, (B, M)."""
     pairs = common.batch_pairs(examples)                                                    # (P, 2, 2)
     place = pairs[..., 0], pairs[..., 1]                             # item and action of both sides, (P, 2) each
@@ -109,9 +110,11 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
                      "history": list_of(data.TURN), "candidates": list_of(CANDIDATE)})
 
 
-def read_states(trajectories, tokenizer, args, sees_c):
+def read_states(trajectories, tokenizer, args, critic_sees_c):
     """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
-    "history", "max_rounds"} each. "prompt" is the one that was logged where the file allows (common.agent_turns)."""
+    "history", "max_rounds"} each. "prompt" is o_t, without c, as it was logged where the file allows
+    (common.agent_turns).
+    critic_sees_c: left out is also what is too long with c in front."""
     order = list(range(len(trajectories)))
     random.Random(args.seed).shuffle(order)
     number = max(1, round(args.data_frac * len(order)))
@@ -126,7 +129,7 @@ def read_states(trajectories, tokenizer, args, sees_c):
     fitting = []
     for state in states:                                             # the critic's prompt must fit, too
         prompt = state["prompt"]
-        if sees_c:
+        if critic_sees_c:
             prompt = common.critic_prompt(tokenizer, prompt, state["task"])
         if len(encode(tokenizer, prompt)) <= most:
             fitting.append(state)
@@ -140,7 +143,7 @@ def read_states(trajectories, tokenizer, args, sees_c):
 
 
 def states_of(trajectory, turns):
-    """The states of a trajectory. turns: its common.agent_turns."""
+    """The states of a trajectory, one for each agent turn. turns: its common.agent_turns."""
     history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
     places = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
     states = []
@@ -240,7 +243,8 @@ def decision_point(row):
 
 
 def candidate_pairs(row, pairs_per_turn, rng, barred=()):
-    """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
+    """Pairs (better, worse) of candidate numbers: a random one of the better half by score, a random one of the worse;
+    of an odd number the middle one is in neither.
 
     They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and two
     equal actions are no pair. barred: numbers of candidates that no pair chooses (examples/answers.py)."""
@@ -324,7 +328,7 @@ def sweet_examples(trajectories, tokenizer, args, run):
     critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
     states = read_states(trajectories, tokenizer, args, critic.sees_c and not critic.is_visual)
     rows = with_candidates(states, tokenizer, args, run)
-    rows = score_candidates(rows, critic, tokenizer, args, run)
+    rows = score_candidates(rows, critic, tokenizer, args, run)                     # eq. 3, common.score_actions
     pairs = pairs_of(rows, tokenizer, args, run)
     return pair_examples(pairs, tokenizer, args.pairs_together)
 
@@ -412,8 +416,8 @@ def train(scorer, examples, ref_logps, losses_of, args, run):
             start_logps = None
             if ref_logps is not None:
                 start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)      # (B, M)
-            losses = losses_of(scorer, batch, micro_examples, start_logps, args)                    # (examples,) each
-            loop.backward(losses, weights / num_terms)
+            values = losses_of(scorer, batch, micro_examples, start_logps, args)                    # (examples,) each
+            loop.backward(values, weights / num_terms)
         loop.update(step)
 
 
@@ -426,7 +430,7 @@ def num_loss_terms(example):
 
 
 def examples_a_step(args):
-    """Examples of a step: turns with --pairs-together, else pairs or trajectories."""
+    """Examples of a step: --batch-size pairs or trajectories; with --pairs-together the turns of as many pairs."""
     if vars(args).get("pairs_together"):
         return max(1, args.batch_size // args.pairs_per_turn)
     return args.batch_size
@@ -506,7 +510,8 @@ def main(argv=None, parse_args=parse_args, methods=METHODS):
     examples = method.make_examples(trajectories, tokenizer, args, run)
     training.show_samples(tokenizer, examples[0])
 
-    # The reference is this model before its first update; its log-probabilities are computed once, by the same function
+    # The reference is this model before its first update: what it says is computed here, once, with the Scorer that is
+    # trained below
     scorer = load()
     common.check_positions(common.items_of(examples), scorer.model)
     ref_logps = None

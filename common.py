@@ -92,7 +92,7 @@ def shown_system(trajectory):
 
 
 def hidden_info(task):
-    """The sentence that states c; empty of a task that has none."""
+    """The text that states c; empty of a task that has none."""
     if not task["ground_truth"]:
         return ""
     return HIDDEN_INFO.format(noun=domain_of(task).NOUN, ground_truth=task["ground_truth"])
@@ -170,9 +170,8 @@ def prompt_text(tokenizer, trajectory, history):
 
 
 def critic_prompt(tokenizer, prompt, task):
-    """A prompt (text) as a critic reads it: the sentence that states c (hidden_info) stands in front of all messages,
-    outside of the chat template: after the beginning-of-sequence token, unless this opens messages, as in SmolLM2's
-    template."""
+    """A prompt (text) as a critic reads it: [BOS] + hidden_info(task) + prompt. c is in no message of the chat. The
+    beginning-of-sequence token stays in front of c, unless the template opens messages with it, as SmolLM2's does."""
     bos = tokenizer.bos_token or ""
     if not prompt.startswith(bos) or generation_cue(tokenizer).startswith(bos):
         bos = ""
@@ -526,7 +525,8 @@ def action_values(head, hidden, batch):
 
 
 def action_outputs(scorer, items, max_tokens, device):
-    """What a Scorer says of many items without gradients: a list of float32 tensors (number of actions of the item,).
+    """scorer(batch) of many items, in evaluation mode and without gradients: a list of float32 tensors (number of
+    actions of the item,).
 
     Items go through it in batches of at most `max_tokens` padded tokens; a longer item is a batch of its own. If it is
     split over the ranks, every rank must call this with the same items, and takes its part of the batches.
@@ -615,8 +615,8 @@ def padded_outputs(outputs, device):
 
 
 def reference_logps(folder, scorer, examples, max_tokens, device):
-    """example_outputs under the initial weights; a resumed run loads its state later (training.Loop). They are kept in
-    `folder`/ref.pt for a run that goes on with the same examples. With a head they are 0."""
+    """example_outputs under the initial weights: to be called before training.Loop loads the saved state of a resumed
+    run. They are kept in `folder`/ref.pt for a run that goes on with the same examples. With a head they are 0."""
     path = pathlib.Path(folder) / "ref.pt"
     digest = hashlib.sha256()
     for item in items_of(examples):
@@ -675,8 +675,10 @@ def load_whole(device, dtype="float32"):
 
 def action_advantages(logps, ref_logps, lengths, normalize):
     """Eq. 3: the advantage, also called the score of a candidate (02, 04) and the advantage of a turn (05, the report).
-    logps, ref_logps (of actions under critic and reference; of a head its number, and 0), lengths: (B, M), 0 where an
-    action is missing.
+
+    logps, ref_logps   (B, M) log-probabilities of actions under critic and reference; of a head its number, and 0
+    lengths            (B, M) their tokens; 0 where an action is missing
+
     Returns advantages (B, M). Of a trajectory their sum over M is its score; of actions of one state each is a score.
     normalize "turn": each action's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
     logratios = logps - ref_logps                                                   # (B, M)
@@ -688,7 +690,7 @@ def action_advantages(logps, ref_logps, lengths, normalize):
 
 
 def item_advantages(items, logps, ref_logps, normalize):
-    """action_advantages of items, a list of tensors (actions,).
+    """action_advantages of items, a list of tensors (actions,). An action's length is the number of its tokens.
     logps, ref_logps: the items' action_outputs under critic and reference."""
     advantages = []
     for item, item_logps, item_ref_logps in zip(items, logps, ref_logps):
@@ -777,8 +779,8 @@ def critic_line(critic):
 
 
 def load_critic(critic, load):
-    """Load the Scorers of a Critic. The reference is the initial model; of an adapter folder the model with its adapter
-    off; of a critic with a head None.
+    """Load the Scorers of a Critic. The reference is the model that 03 began with, by its name: of an adapter folder
+    the same model with its adapter off, of an untrained critic the critic itself, of one with a head None.
 
     load(name, lora=…, has_head=…) loads one: load_whole, or load_scorer where it is split over the ranks."""
     has_head = critic.head != "lm"
@@ -803,8 +805,8 @@ DecisionPoint = namedtuple("DecisionPoint", "prompt task history actions texts")
 
 
 def score_actions(critic, tokenizer, points, max_tokens, device):
-    """The score A(o_t, a, c) of each action of DecisionPoints by a loaded Critic, a list of floats for each point: with
-    every --normalize but none a mean over its own tokens. Equal actions are scored once."""
+    """The score A(o_t, a, c) of each action of DecisionPoints by a loaded Critic, a list of floats for each point: a
+    mean over the action's own tokens, with --normalize none a sum. Equal actions are scored once."""
     if critic.is_visual:
         views = vision.action_views(critic.sight, points, critic.sees_c)
         rows = vision.view_rows(critic.sight, views)
@@ -911,7 +913,8 @@ def trajectory_pairs(trajectories, path, needed=True):
     """[(chosen, rejected)] numbers of trajectories of one task.
 
     Where the domain has a MIN_RETURN_GAP, as its returns are graded: every two whose rewards differ by so much.
-    Otherwise: every failure (reward below 1) with a success (reward 1) of its task, these in turn.
+    Otherwise a pair for each failure (reward below 1), with the next success (reward 1) of its task, after the last one
+    with the first again.
     needed: InputError, which names `path`, where there is no pair."""
     min_gap = domain_of(trajectories[0]["task"]).MIN_RETURN_GAP
     by_task = {}

@@ -2,7 +2,6 @@
 import collections
 import contextlib
 import dataclasses
-import difflib
 import functools
 import hashlib
 import inspect
@@ -133,17 +132,8 @@ def loading(name):
         advice = "download it first and name its folder, or use smollm2"
         if os.path.isdir(name):
             advice = "its files are damaged, or of no model that transformers knows"
-        elif "/" not in name and (hint := hint_at(name)):
-            raise InputError(f"{name}: no such folder or name{hint}") from None
         raise InputError(f"{name}: no model of this name could be loaded ({type(error).__name__}: {one_line(error)}); "
                          f"{advice}") from None
-
-
-def hint_at(name):
-    """What a name may mean that stands for no folder: one beside it, or a word for a model; "" if nothing is near."""
-    folders = [str(path) for path in pathlib.Path(name).parent.iterdir() if path.is_dir()]
-    nearest = difflib.get_close_matches(name, [*folders, "rules", "script", "smollm2", "tiny"], 1, 0.75)
-    return f"; did you mean {nearest[0]}?" if nearest and nearest[0] != name else ""
 
 
 def from_pretrained(kind, name, **options):
@@ -161,7 +151,7 @@ def from_pretrained(kind, name, **options):
     elif (folder / "args.json").exists() and not (folder / "COMPLETED").exists():
         raise InputError(f"{name}: its training is not finished; run that command again")
     elif "/" in name and not folder.exists() and folder.parent.is_dir():          # no hub id
-        raise InputError(f"{name}: no such folder{hint_at(name)}")
+        raise InputError(f"{name}: no such folder")
     elif is_adapter(name) and not is_own_tokenizer:
         return from_pretrained(kind, base_of(name), **options)
     if kind.__name__.startswith("Auto"):

@@ -92,8 +92,8 @@ def rank_batches(batch, examples, micro_batch_size, run):
     """This rank's share of a batch of example numbers, in micro-batches: yields (numbers, weights (examples,)).
 
     Examples of like length go together, so that little is padded.
-    Every rank has as many micro-batches, because ranks gather layers together: where a rank has fewer examples than
-    others, the batch's shortest is a dummy example with weight 0; all others have weight 1."""
+    All ranks make the same number of micro-batches, because they gather layers together: where a rank has fewer
+    examples than others, the batch's shortest is a dummy example with weight 0; all others have weight 1."""
     batch = sorted(batch, key=lambda i: longest_row(examples[i]))
     mine = batch[run.rank::run.world_size]
     weights = [1.0] * len(mine)
@@ -118,15 +118,15 @@ def preference_numbers(chosen, rejected, nll, dtype):
 
 
 class Loop:
-    """What stands around the loss in the training of a scorer's model on examples: order, update, log, states. A run
-    that was killed goes on from its last saved state.
+    """The training loop apart from the loss: order of the examples, optimizer steps, log, saved states. A run that was
+    killed goes on from its last saved state.
 
     The numbers of each step are kept in metrics.jsonl and tracked, those of each tenth step are printed. They are of
     that step alone: loss has its further terms in it, chosen and margin are rewards (beta times log-ratios).
 
         for step, batch_numbers in loop.steps():
             for micro, weights in rank_batches(batch_numbers, …):
-                loop.backward({"loss": …}, weights)
+                loop.backward({"loss": …}, weights / num_terms)     # num_terms: of the step, whose loss is a mean
             loop.update(step)"""
 
     def __init__(self, scorer, examples, batch_size, args, run):
@@ -156,8 +156,8 @@ class Loop:
             yield step, self.batches[step]
 
     def backward(self, values, weights):
-        """Add the gradient of values["loss"] (examples,) times weights to that of the step, and the sum of each of the
-        values, times weights, to the step's numbers."""
+        """Accumulate the gradient of sum(values["loss"] * weights), (examples,) each: those of micro-batches and ranks
+        add up until update(). The weighted sum of each of the values is added to the step's numbers in the log."""
         loss = (values["loss"] * weights).sum()
         (loss * self.run.world_size).backward()                     # FSDP takes the ranks' mean, the batch is their sum
         sums = [(value.detach() * weights).sum() for value in values.values()]
@@ -165,7 +165,8 @@ class Loop:
         self.sums.update(dict(zip(values, sums)))
 
     def update(self, step):
-        """The optimizer's step, a line of the log and, every --save-every steps, a saved state.
+        """Clip the gradient's norm to MAX_GRAD_NORM, make an AdamW step, zero the gradient; then a line of the log and,
+        every --save-every steps, a saved state.
 
         InputError on all ranks, before anything is updated, where the loss or the gradient's norm is not finite."""
         grad_norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), MAX_GRAD_NORM)

@@ -88,7 +88,7 @@ def test_pairs_are_better_half_against_worse_half():
 def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
     trajectories = read_trajectories(workspace / "offline.jsonl")
     args = types.SimpleNamespace(data_frac=0.1, seed=0, model=str(BASE), max_new_tokens=8, trajectories="FILE")
-    states = policy_stage.read_states(trajectories, tiny[1], args, sees_c=True)
+    states = policy_stage.read_states(trajectories, tiny[1], args, critic_sees_c=True)
     chosen = {(state["task_id"], state["sample"]) for state in states}
     assert len(chosen) == 7
     assert chosen != {(t["task_id"], t["sample"]) for t in trajectories[:7]}              # not the head of the file
