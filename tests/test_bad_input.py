@@ -97,6 +97,7 @@ def test_mistakes(data, tmp_path, words):
     assert contents(tmp_path) == before
 
 
+OWN = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "reward": 1}
 ROWS = [("tasks", None, text, message) for text, message in (                       # (what, path, its value, the line)
     ("NaN", "a float, not an object"), ("[" * 5000 + "]" * 5000, "not JSON"),
     ('{"sample": ' + "9" * 4400 + "}", "not JSON"), ('{"a": 1} {"b": 2}', "not JSON (Extra data")
@@ -133,7 +134,13 @@ ROWS = [("tasks", None, text, message) for text, message in (                   
     (("sample",), "0", '"sample" is a str, not a int'), (("max_rounds",), 0, '"max_rounds" is 0'),
     (("sample",), 10 ** 30, '"sample" is '), (("image",), 5, '"image" is a int'),
     (("dialogue_history", 2, "tool"), "x", '"tool" is a str'),
-    (("dialogue_history", 1, "truncated"), {}, '"truncated" is a dict'))]
+    (("dialogue_history", 1, "truncated"), {}, '"truncated" is a dict'),
+    (("task", "test_cases"), ..., 'missing "test_cases", or what a task of another domain has (backend, frontend, '),
+    (None, OWN, "task: a task of another domain"), (None, {**OWN, "c": 1}, '"c" is a int'),
+    (None, {**OWN, "reward": "good"}, '"reward" is a str'),
+    (None, {**OWN, "messages": []}, '"messages" must begin with'),
+    (None, {**OWN, "messages": OWN["messages"][1:]}, '"messages" must begin with'),
+    (None, {**OWN, "messages": [{"role": "tool", "content": "a"}]}, 'messages: item 0: "role"'))]
 
 
 @pytest.mark.parametrize("what, path, new, message", ROWS, ids=range(len(ROWS)))

@@ -8,10 +8,9 @@ import shutil
 import pytest
 
 import common
-from colbench import ColBenchError, published, task_id
-from conftest import BASE, call, read, refused, ROOT, trajectory, turns, write
+from colbench import published, task_id
+from conftest import BASE, call, read, refused, ROOT, turns, write
 from lib.data import read_trajectories
-from lib.runtime import InputError
 
 COPY = ROOT / "tests" / "colbench"
 TRAIN, TEST = COPY / "backend_tasks" / "train.jsonl", COPY / "backend_tasks" / "test.jsonl"
@@ -197,20 +196,3 @@ def test_all_stages_take_it(path, tmp_path):
     assert metrics["mean_reward"] == 0.5 and metrics["n"] == 16 and "0.500" in printed
     page = (tmp_path / "report" / "report.html").read_text()
     assert "the price of 3" in page and "12 and <script>" not in page
-
-
-OWN = {"messages": turns("a", "b"), "reward": 1}
-
-
-@pytest.mark.parametrize("rows, fault", [
-    ([trajectory("t", "", reward=1), OWN], "2: task: a task of another domain"), ([{**OWN, "c": 1}], '1: "c" is a int'),
-    ([{**OWN, "reward": "good"}], '1: "reward" is a str'),
-    ([{**OWN, "messages": []}], '1: "messages" must begin with'),
-    ([{**OWN, "messages": OWN["messages"][1:]}], '1: "messages" must begin with'),
-    ([{**OWN, "messages": [{"role": "tool", "content": "a"}]}], '1: messages: item 0: "role"'),
-    ([trajectory("t", "", reward=1, task={"problem_description": "?", "ground_truth": "def f(): 0"})],
-     '1: task: missing "test_cases", or what a task of another domain has (backend, frontend, sql)')])
-def test_rows_that_are_none_or_of_two_kinds_are_refused_in_one_line(path, rows, fault):
-    with pytest.raises((InputError, ColBenchError)) as error:
-        read_trajectories(write(path, rows))
-    assert str(error.value).startswith(f"{path}:{fault}")
