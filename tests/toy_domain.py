@@ -5,7 +5,6 @@ from colbench.defaults import *  # noqa: F403
 NOUN = "colour"
 FAMILIES = "car", "house"
 AGENT_SYSTEM = "Find out the colour in {max_rounds} rounds."
-COLUMNS = (("asked", "asked", ".2f"),)
 
 
 def owns(task):
@@ -29,32 +28,17 @@ def answer_of(history, is_last):
     return text.removeprefix("I say ") if text.startswith("I say ") or is_last else None
 
 
-def answer_message(task):
-    return f"I say {task['ground_truth']}"
-
-
-def facts(task, history):
-    return [(f"it is {task['ground_truth']}", any("It is" in turn["content"] for turn in history))]
-
-
 def scripted_turn(task, history, max_rounds, rng):
     if len(history) == 1:
-        return rng.choice(("Which colour?", "LOOK", "I say red", "Is it round?"))
+        return rng.choice(("Which colour?", "I say red", "Is it round?"))
     return f"I say {task['ground_truth'] if 'It is' in history[-1]['content'] else rng.choice(('red', 'blue'))}"
 
 
 PLAYERS = {"script": scripted_turn}
 
 
-def measure(trajectories):
-    return {"asked": sum(len(t["dialogue_history"]) for t in trajectories) / len(trajectories)}
-
-
 class Environment(defaults.Environment):
     about = {"judge": "equality"}
-
-    async def tool_reply(self, task, history):
-        return "A lamp." if history[-1]["content"] == "LOOK" else None
 
     async def rule_reply(self, task, history, rng):
         return f"It is {task['ground_truth']}." if "colour" in history[-1]["content"] else "What do you mean?"
