@@ -83,9 +83,11 @@ def preference_losses(scorer, batch, examples, start_logps, args):
     which train() divides by the pairs of the step.
     start_logps: of each action under the model at the start, (B, M)."""
     pairs = common.batch_pairs(examples)                                                    # (P, 2, 2)
-    place = pairs[..., 0], pairs[..., 1]                             # item and action of both sides, (P, 2) each
-    sides = [values[place] for values in (scorer(batch), start_logps, batch.lengths)]       # (P, 2) each
-    losses, numbers = dpo_losses(*sides, args.beta, args.nll_coef)                          # (P,)
+    sides = pairs[..., 0], pairs[..., 1]                             # items and actions, (P, 2) each
+    logps = scorer(batch)[sides]                                                            # (P, 2)
+    ref_logps = start_logps[sides]                                                          # (P, 2)
+    lengths = batch.lengths[sides]                                                          # (P, 2)
+    losses, numbers = dpo_losses(logps, ref_logps, lengths, args.beta, args.nll_coef)       # (P,)
     numbers = training.preference_numbers(**numbers, dtype=args.dtype)
     num_pairs = [len(example.pairs) for example in examples]
     sums = {}
@@ -147,7 +149,8 @@ def states_of(trajectory, turns):
     history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
     places = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
     states = []
-    for number, (place, (prompt, _)) in enumerate(zip(places, turns)):
+    for number, place in enumerate(places):
+        prompt, _ = turns[number]
         states.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
                        "task": trajectory["task"], "prompt": prompt, "history": history[:place],
                        "max_rounds": trajectory.get("max_rounds", 10)})
@@ -193,8 +196,8 @@ def with_candidates(states, tokenizer, args, run):
                            tokenizer)
 
     async def make_row(state):
-        replies = await sampler.sample(state["prompt"], args.num_candidates, args.temperature, args.max_new_tokens,
-                                       (args.seed, "candidates", *name_of(state)))
+        key = args.seed, "candidates", *name_of(state)               # of its random numbers
+        replies = await sampler.sample(state["prompt"], args.num_candidates, args.temperature, args.max_new_tokens, key)
         candidates = [{"text": reply.text, "ids": reply.ids, "ended": reply.ended} for reply in replies]
         return {**state, "candidates": candidates}
 
@@ -293,7 +296,8 @@ def pairs_of(rows, tokenizer, args, run, choose=candidate_pairs):
 
 def pair_length(pair, tokenizer):
     """The tokens of a pair's prompt with its longer action."""
-    return len(encode(tokenizer, pair["prompt"])) + max(len(pair[side]["ids"]) for side in ("chosen", "rejected"))
+    lengths = [len(pair[side]["ids"]) for side in ("chosen", "rejected")]
+    return len(encode(tokenizer, pair["prompt"])) + max(lengths)
 
 
 def pair_examples(pairs, tokenizer, together):
@@ -302,7 +306,8 @@ def pair_examples(pairs, tokenizer, together):
     An example has one item, its prompt and all of its actions (common.actions_item)."""
     groups = collections.defaultdict(list)                           # the pairs of a turn, or each pair alone
     for number, pair in enumerate(pairs):
-        groups[(*name_of(pair), pair["prompt"]) if together else number].append(pair)
+        key = (*name_of(pair), pair["prompt"]) if together else number
+        groups[key].append(pair)
     examples = []
     for group in groups.values():
         actions, numbered_pairs = [], []
