@@ -159,7 +159,8 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path
             total, tokens = total + count * numbers[0], tokens + count
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["clipped"] == 0
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-4)
-    assert f"{advantages.count(None)} of 18 trajectories are left out" in printed
+    num_left_out = advantages.count(None)
+    assert num_left_out and f"{num_left_out} of 18 trajectories are left out" in printed
     assert (f"of 18 trajectories 1 are of another agent than --model {BASE}, and 2 not sampled at temperature 1 "
             "without --best-of") in printed
 

@@ -13,7 +13,6 @@ import types
 import pytest
 
 import common
-import lib.sampling
 import lib.servers
 from colbench import backend, task_id
 from conftest import BASE, begin, call, critic_note, killed, Partial, policy_flags, read, refused, run, turns, write
@@ -174,6 +173,17 @@ def test_which_refusals_say_that_a_prompt_is_too_long(status, body, is_full):
     assert isinstance(error, openai.APIStatusError) and lib.servers.is_too_long(error) == is_full
 
 
+def test_a_prompt_that_a_server_has_no_room_for_ends_the_dialogue(tasks, tmp_path, serve):
+    """As with a local model: the agent's last turn counts as in the last round. A lone surrogate is sent as "?"."""
+    write(tasks, [{**read(tasks)[0], "problem_description": "a \ud800 b ü"}])
+    server = serve("--full", "I see 4 messages")
+    [row] = play(tasks, f"{server['url']}#asker", tmp_path / "out", "--simulator", f"{server['url']}#counter")
+    assert [turn["content"] for turn in row["dialogue_history"][1:]] == [
+        "What is it?", "I see 2 messages.", "What is it?"]
+    assert row["no_room"] and row["answer"] == "What is it?"
+    assert read(server["log"])[0]["messages"][1]["content"] == "a ? b ü"
+
+
 def test_a_server_that_dies_in_the_middle_and_comes_back(tasks, tmp_path, serve):
     """The run ends with one line; the same command again rolls out what is missing and asks for nothing else. Of two
     servers one may die."""
@@ -224,10 +234,6 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
     assert "servers need openai: pip install openai" in refused(2, *play_alone, f"{url}#asker")
     assert not out.exists()
-
-
-def test_a_lone_surrogate_is_sent_as_a_question_mark():
-    assert lib.sampling.sent_message({"content": "a \ud800 b ü"}) == {"content": "a ? b ü"}
 
 
 # --- a model here and behind a server
