@@ -398,7 +398,7 @@ class Scorer(torch.nn.Module):
 
     Without a head it is the action's log-probability (action_logps), with one the head's value (action_values).
     03 and 04 call this, never the model (but to sample). Where it is split over the ranks, a call gathers what it
-    needs.
+    needs, and keeps part of it for the backward pass: without gradients call action_outputs, which frees that.
 
     model      a causal language model, or one of the Qwen2-VL family
     head       None, or a linear layer from a hidden state to one number
@@ -797,6 +797,9 @@ def load_critic(critic, load):
         critic.ref_scorer = None
     elif is_trained and not lora:
         critic.ref_scorer = load(critic.reference).eval()
+    for split_scorer in (critic.scorer, critic.ref_scorer):
+        if hasattr(split_scorer, "set_reshard_after_forward"):       # no backward pass needs its layers again
+            split_scorer.set_reshard_after_forward(True)
     return critic
 
 

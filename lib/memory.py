@@ -73,8 +73,9 @@ def trained_bytes(module):
 
 
 def bytes_in_flight(model, step):
-    """Bytes that FSDP2 holds beside the shards: all whole parameters that are in no layer; those of a layer (one rank:
-    of all), with the flat buffer that they come from; a layer's whole gradients in float32, before they are reduced."""
+    """Bytes that FSDP2 holds beside the shards: all whole parameters that are in no layer; those of a layer, with the
+    flat buffer that they come from (one rank: those of all layers); a layer's whole gradients in float32, before they
+    are reduced."""
     layers = models.layers_of(model)
     sizes = []
     for module in (*layers, model):
@@ -111,7 +112,8 @@ def memory_plan(model, step, token_logps):
 
     token_logps: common.token_logps, which this file must not import.
 
-    Not in it: what loading needs, buffers of NCCL and cuBLAS, fragmentation. AdamW is fused, so it copies nothing."""
+    Not in it: what loading needs, buffers of NCCL and cuBLAS, fragmentation, on one rank an adapter's copy in the
+    arithmetic's type. AdamW is fused, so it copies nothing."""
     parameters = list(model.parameters())
     frozen = sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
     trained = trained_bytes(model) / step.world_size

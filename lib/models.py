@@ -521,7 +521,7 @@ def split(scorer, run, sharding):
     """Split the parameters of a module and of its `model` over the ranks (FSDP2).
 
     Each rank keeps 1 / W of them in float32, with their gradients and optimiser state, and gathers a layer in
-    sharding.dtype when it is that layer's turn."""
+    sharding.dtype when it is that layer's turn; one rank once for both passes (but see common.load_critic)."""
     from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, register_fsdp_forward_method
     mesh = init_device_mesh(run.device.type, (run.world_size,))
@@ -532,8 +532,7 @@ def split(scorer, run, sharding):
     if is_visual(model):
         layers += model.base_model.visual.blocks
     for module in (*layers, scorer):
-        # one rank gathers a layer once for both passes
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=run.world_size > 1)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=None if run.world_size > 1 else False)
     register_fsdp_forward_method(scorer, "check_logits")
 
 

@@ -378,9 +378,9 @@ def args_path(out, folder):
 def read_args(out):
     """What args.json says of an output, a file or a folder; of "no run" where there is none."""
     path = args_path(out, pathlib.Path(out).is_dir())
-    args = {"stage": "no run", "args": {}}
+    args = {"stage": "no run", "args": {}, "inputs": {}}
     if path.exists():
-        args |= read_json(path, record({}))
+        args |= read_json(path, record({}, {"stage": str, "args": dict, "inputs": dict}))
     return args
 
 

@@ -178,15 +178,18 @@ class RowMaker:
                 self.num_in_a_row += 1
                 continue
             self.num_in_a_row = 0
-            await self.scoring.acquire()
-            group.create_task(self.add(number, row))
+            if callable(row):
+                await self.scoring.acquire()
+                group.create_task(self.add(number, row))
+            else:
+                await self.add(number, row)
 
     async def add(self, number, row):
         """row: it, or the async function that gives it."""
         if callable(row):
             row = await row()
+            self.scoring.release()
         self.rows.add(number, row)
-        self.scoring.release()
         self.progress.update()
 
 

@@ -214,7 +214,9 @@ def print_memory(planned, rank, _):
 @pytest.mark.parametrize("planned, rank", [
     (PlannedStep(8, Sharding("bfloat16", True), 2, 80, True, False, None), 0),
     (PlannedStep(1, Sharding(), 2, 500, False, True, None), 0),
-    (PlannedStep(8, Sharding("bfloat16", True), 2, 80, True, False, None), 8)], ids=["split", "trees", "adapter"])
+    (PlannedStep(1, Sharding("bfloat16", True), 2, 80, True, False, None), 0),
+    (PlannedStep(8, Sharding("bfloat16", True), 2, 80, True, False, None), 8)],
+    ids=["split", "trees", "whole", "adapter"])
 def test_the_memory_plan_is_what_a_step_takes(planned, rank, tmp_path):
     process = begin("step", folder=tmp_path, run=functools.partial(print_memory, planned, rank))
     assert ended(process) == 0, (tmp_path / "0.err").read_text()
