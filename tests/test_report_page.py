@@ -457,8 +457,8 @@ def test_hostile_texts_stay_texts(page_of):
         for turn in d["turns"]:
             turn |= {"text": attack} | ({"kind": attack, "fault": attack} if "kind" in turn else {"leak": attack})
     data["states"][0]["candidates"][0] |= {"text": ATTACKS[0], "kind": ATTACKS[1]}
-    data["dialogues"][0]["turns"][1]["text"] = "\U0001F600" * 3000 + "a" * (2 ** 20 - 3000)
     script, image, *_ = ATTACKS
+    data["dialogues"][0]["turns"][1]["text"] = "\U0001F600" * 3000 + image.rjust(2 ** 20 - 3000, "a")
     page = page_of(data, notes=[script], tables={image: script}, metric_heading=image,
                    plots=report_plots("success_rate", {script: {1: {"success_rate": 0.5}}}, {}),
                    advantages=NONE | {"by_kind": {script: dict(n=1, mean=0.5)}})
