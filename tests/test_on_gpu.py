@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import common
 from colbench import backend
 from compare import weights
-from conftest import BASE, call, read, ROOT, stage, trajectory, write
+from conftest import BASE, call, read, ROOT, stage, succeed, trajectory, write
 from lib import engine as engine_module
 from lib.engine import Engine
 from lib.models import load_tokenizer
@@ -161,6 +161,14 @@ def test_a_run_that_is_killed_goes_on(folder):
     run_on(DEVICE, *flags, "--out", killed)
     assert (killed / "metrics.jsonl").read_text().startswith(first_line + "\n")     # with its times: it went on
     assert_close(killed, folder / "whole")
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="one GPU")
+def test_two_devices_train_as_one(folder):
+    number, *flags = flags_of(folder, "critic")
+    run_on(DEVICE, number, *flags, "--out", folder / "one")
+    succeed("03_train_critic.py", *flags, "--out", folder / "two", ranks=2)
+    assert_close(folder / "two", folder / "one")
 
 
 # --- sampling
