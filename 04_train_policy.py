@@ -182,18 +182,19 @@ def with_candidates(states, tokenizer, args, run):
     It begins the output."""
     if args.sampler and (args.candidates or not is_server(args.sampler)):
         raise InputError("--sampler: takes http://HOST:PORT/v1#NAME, and goes without --candidates")
+    path = pathlib.Path(args.out) / "candidates.jsonl"
     if args.candidates:
         states = read_candidates(args.candidates, states, args.num_candidates)
-    begin(args)
-    if args.candidates:
+        begin(args)
         return states
-    path = pathlib.Path(args.out) / "candidates.jsonl"
-    if path.exists():                                                # of a run that was interrupted later
+    if path.exists() and not args.overwrite:                         # of a run that was interrupted later
+        begin(args)
         return read_rows(path)
     slots = max(args.num_candidates, args.concurrency)
     longest = max(len(encode(tokenizer, state["prompt"])) for state in states) + args.max_new_tokens
     sampler = open_sampler(args.sampler or args.model, run.device, args.dtype, slots, max(args.max_tokens, longest),
                            tokenizer)
+    begin(args)
 
     async def make_row(state):
         key = args.seed, "candidates", *name_of(state)               # of its random numbers

@@ -405,6 +405,8 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(workspace
     assert "made with another sampler" in run("04_train_policy.py", *arguments, f"{urls[0]}#other").stderr
     line = refused(4, *flags("b", "--sampler", f"{urls[0]}#nobody"))
     assert "404" in line and "no model of this name there, or nothing that continues a prompt" in line
+    assert "nobody answers" in run("04_train_policy.py", *arguments, f"{first['url']}#model", "--overwrite").stderr
+    assert (out / "candidates.jsonl").exists()                       # nothing is lost
     assert "takes http" in refused(4, *flags("c", "--sampler", BASE))
 
 
