@@ -347,10 +347,10 @@ def collate(items, device="cpu"):
             previous[r, begins[counts > 0]] = row.prompt_length - 1
             positions[r, len(row.ids):] = 0              # padding of a row that is longer than the model has positions
     action_tokens = (turn_ids >= 0).nonzero().t()       # here: a GPU would have to end all work before it knew N
+    turn_ids = turn_ids.to(device)
     tensors = [ids, positions, turn_ids, previous, torch.tensor(item_index), lengths, action_tokens]
     tensors = [tensor.to(device) for tensor in tensors]
-    mask = tree_mask(rows, turn_ids.to(device))
-    return Batch(*tensors, mask, images=[image for row in rows for image in row.images])
+    return Batch(*tensors, tree_mask(rows, turn_ids), images=[image for row in rows for image in row.images])
 
 
 def tree_mask(rows, turn_ids):
