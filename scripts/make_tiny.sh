@@ -40,7 +40,8 @@ samples=2 num_clear=$num_tasks num_informed=$num_tasks
 dialogues clear script "$num_clear" --told all
 dialogues script script "$num_tasks"
 dialogues informed script-informed "$num_informed"
-cat "$work"/{clear,script,informed}.jsonl > "$work/demonstrations.jsonl"
+# Agents share tasks, and each counts "sample" from 0: without this key a task's dialogues are numbered by their order.
+cat "$work"/{clear,script,informed}.jsonl | sed 's/"sample": [0-9]*, //' > "$work/demonstrations.jsonl"
 if [ $domain = real ]; then                                          # rft: of the noisy agent's dialogues the right half
     train model smollm2 --method rft --lr 5e-4 --epochs 1 --dtype bfloat16 --max-tokens 4096 --save-every 20 \
         --micro-batch-size 4 --batch-size 8

@@ -1,4 +1,8 @@
 """common.py: dialogue tokens as literal arrays, log-probabilities, what is read of trajectories, pairs, devices."""
+import os
+import re
+import subprocess
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -8,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import common
 from colbench import backend
 from compare import token_logps_after
-from conftest import BASE, turns, write
+from conftest import BASE, ROOT, turns, write
 from lib.data import read_tasks, read_trajectories
 from lib.engine import Engine
 from lib.models import encode
@@ -196,6 +200,15 @@ def test_dialogues_of_a_task_without_numbers_are_numbered(tmp_path):
     write(path, [{**row, "sample": 0} for row in rows])
     with pytest.raises(InputError, match=f'{path}: two dialogues of task .* have "sample" 0; '):
         read_trajectories(path)
+
+
+def test_make_tiny_joins_the_dialogues_of_three_agents_on_the_same_tasks(tmp_path):
+    for name in ("clear", "script", "informed"):
+        write(tmp_path / f"{name}.jsonl", [{"sample": 0, "task": TASK, "dialogue_history": HISTORY, "answer": name}])
+    [line] = re.findall("^cat .*", (ROOT / "scripts" / "make_tiny.sh").read_text(), re.MULTILINE)
+    subprocess.run(["bash", "-c", line], env={**os.environ, "work": str(tmp_path)}, check=True)
+    joined = read_trajectories(tmp_path / "demonstrations.jsonl")
+    assert [(t["answer"], t["sample"]) for t in joined] == [("clear", 0), ("script", 1), ("informed", 2)]
 
 
 def test_a_name_of_two_references_is_refused(tmp_path):
