@@ -3,6 +3,7 @@
 # models/tiny (functions) in about 30 minutes on 2 cores, models/tiny_pages (pages) in about 35, models/tiny_sql
 # (queries) in fewer. real: SmolLM2-135M learns the protocol in hours, out/real/base/model.
 # To try it out in two minutes: OUT=out/try NUM_TASKS=12 bash scripts/make_tiny.sh out/try/tiny
+# Another base model, of other tasks and other first weights: SEED=1 bash scripts/make_tiny.sh out/other/tiny
 # A model imitates three kinds of scripted dialogues on training tasks: clear requests that are answered at once, vague
 # ones with a noisy agent, and vague ones with an agent that knows the reference, which is put in front of these. The
 # last kind teaches what a pretrained model brings along (and a small one has to learn): to read a stated reference.
@@ -23,16 +24,17 @@ case $domain in                                                      # tasks; ep
     sql) num_tasks=1500 epochs=2 again=1 ;;
     real) num_tasks=1000 ;;
 esac
-work=${OUT:-out}/make_$(basename "$base") folder=${1:-$base} num_tasks=${NUM_TASKS:-$num_tasks}
+work=${OUT:-out}/make_$(basename "$base") folder=${1:-$base} num_tasks=${NUM_TASKS:-$num_tasks} seed=${SEED:-0}
 torchrun=".venv/bin/torchrun --standalone --nproc-per-node $ranks"
 dialogues() {                                                        # NAME AGENT NUMBER-OF-TASKS [flags of 01]
-    $py 01_generate_tasks.py --domain "$tasks" --split train --seed 100 --num-tasks "$3" "${@:4}" \
+    $py 01_generate_tasks.py --domain "$tasks" --split train --seed $((100 + seed)) --num-tasks "$3" "${@:4}" \
         --out "$work/$1_tasks.jsonl"
     $torchrun 02_rollout.py --simulator rules $rollout --samples "$samples" --agent "$2" \
         --tasks "$work/$1_tasks.jsonl" --out "$work/$1.jsonl"
 }
 train() {                                                            # NAME MODEL flags of 04
-    $torchrun 04_train_policy.py --trajectories "$work/demonstrations.jsonl" --model "$2" "${@:3}" --out "$work/$1"
+    $torchrun 04_train_policy.py --trajectories "$work/demonstrations.jsonl" --model "$2" --seed "$seed" "${@:3}" \
+        --out "$work/$1"
 }
 mkdir -p "$work"
 samples=2 num_clear=$num_tasks num_informed=$num_tasks
@@ -48,13 +50,13 @@ if [ $domain = real ]; then                                          # rft: of t
 else
     # Two rounds: after the first some slots (the oven's normal label) are still answered by chance.
     train first tiny --method sft --epochs $epochs --micro-batch-size 16 --lr 4e-3
-    train model "$work/first" --method sft --epochs $again --micro-batch-size 16 --lr 2e-3 --seed 1
+    train model "$work/first" --method sft --epochs $again --micro-batch-size 16 --lr 2e-3 --seed $((seed + 1))
 fi
 model=$work/model
 if [ $domain = frontend ]; then
     # A third round of small batches: after the second 10 % of the sampled pages break at some token.
     model=$work/third
-    train third "$work/model" --method sft --epochs 1 --batch-size 8 --micro-batch-size 8 --lr 2e-3 --seed 2
+    train third "$work/model" --method sft --epochs 1 --batch-size 8 --micro-batch-size 8 --lr 2e-3 --seed $((seed + 2))
 fi
 mkdir -p "$folder"
 cp "$model"/{*.safetensors,*.json,chat_template.jinja} "$folder"
