@@ -429,6 +429,12 @@ def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, sc
     return output.transpose(1, 2).contiguous(), None
 
 
+def takes_grouped_queries():
+    """Whether torch takes cuDNN's kernel on this GPU, as grouped_attention needs: not before cuDNN 9.15.1
+    (check_prefer_cudnn_attention in torch's sdp_utils.cpp). Others would hold all scores in float32."""
+    return torch.cuda.get_device_capability()[0] in (9, 10) and torch.backends.cudnn.version() > 91500
+
+
 def use_grouped_attention(model):
     """Have a model compute with grouped_attention in the place of "sdpa"; families that lack this stay as they are."""
     from transformers import AttentionInterface
@@ -498,7 +504,7 @@ def shard(scorer, run, sharding):
     says."""
     if sharding.activation_checkpointing:
         checkpoint_layers(scorer.model)
-    if run.device.type == "cuda" and sharding.dtype == "bfloat16" and torch.cuda.get_device_capability()[0] in (9, 10):
+    if run.device.type == "cuda" and sharding.dtype == "bfloat16" and takes_grouped_queries():
         use_grouped_attention(scorer.model)
     adapted = adapter_layers(scorer.model)
     for layer in adapted:
@@ -507,6 +513,8 @@ def shard(scorer, run, sharding):
         split(scorer, run, sharding)
     if sharding.compile:
         say("--compile: layers are compiled in the first pass, and once more when training begins")
+        torch._dynamo.config.specialize_int = True                  # or the heads of FSDP2's layers vary in size
+        torch._dynamo.config.recompile_limit = 32                   # one row, or no gradients: a graph each
         scorer.model.get_input_embeddings().register_forward_hook(ask_gradients)
         for layer in layers_of(scorer.model):
             layer.compile(dynamic=True)                             # one compilation for all layers and lengths

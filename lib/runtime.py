@@ -296,8 +296,7 @@ def partial_files(out):
 
 def read_rows(path):
     """The rows of a JSONL file that this program made."""
-    with open(path, "rb") as file:
-        return [json.loads(line) for line in file]
+    return [json.loads(line) for line in lines_of(path)]
 
 
 def map_blocks(out, blocks, work, runtime):
@@ -456,8 +455,6 @@ def begin_output(arguments, out, inputs, folder=False):
     OUTPUT.clear()                              # this process may begin it again
     OUTPUT.update(path=path, lock=locked(path), last=time.perf_counter())
     if not arguments["overwrite"]:
-        if is_complete(out, folder):
-            raise InputError(f"{out}: the same command has just made it")
         if begun_files(out, folder):
             say(f"{out}: continues an interrupted run")
             return

@@ -160,9 +160,8 @@ class Loop:
         add up until update(). The weighted sum of each of the values is added to the step's numbers in the log."""
         loss = (values["loss"] * weights).sum()
         (loss * self.run.world_size).backward()                     # FSDP takes the ranks' mean, the batch is their sum
-        sums = [(value.detach() * weights).sum() for value in values.values()]
-        sums = torch.stack(sums).tolist()                           # copied to the host at once
-        self.sums.update(dict(zip(values, sums)))
+        for name, value in values.items():
+            self.sums[name] += (value.detach() * weights).sum().double()
 
     def update(self, step):
         """Clip the gradient's norm to MAX_GRAD_NORM, make an AdamW step, zero the gradient; then a line of the log and,
@@ -171,7 +170,7 @@ class Loop:
         InputError on all ranks, before anything is updated, where the loss or the gradient's norm is not finite."""
         grad_norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), MAX_GRAD_NORM)
         grad_norm = whole_tensor(grad_norm).item()
-        totals = torch.tensor(list(self.sums.values()), dtype=torch.float64, device=self.run.device)
+        totals = torch.stack(list(self.sums.values()))
         dist.all_reduce(totals)
         numbers = dict(zip(self.sums, totals.tolist()))
         examples = [self.examples[i] for i in self.batches[step]]

@@ -1,7 +1,6 @@
 """Dialogues for other programs (05 --export messages): chats of OpenAI's form."""
-import json
-
-from lib.runtime import say
+from lib.runtime import write_jsonl
+from lib.sampling import sent_message
 
 
 def export(folder, files, system_of):
@@ -10,12 +9,8 @@ def export(folder, files, system_of):
     system_of(trajectory): the agent's system prompt."""
     folder.mkdir(exist_ok=True)
     for name, trajectories in files.items():
-        path = folder / f"{name}.jsonl"
-        with open(path, "w", encoding="utf-8", errors="replace") as file:                         # of half an emoji
-            for trajectory in trajectories:
-                row = as_messages(name, trajectory, system_of(trajectory))
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        say(f"writes {path} ({len(trajectories):,} rows)")
+        rows = [as_messages(name, trajectory, system_of(trajectory)) for trajectory in trajectories]
+        write_jsonl(folder / f"{name}.jsonl", rows)
 
 
 def as_messages(name, trajectory, system):
@@ -25,7 +20,7 @@ def as_messages(name, trajectory, system):
     kinds, advantages = trajectory["kinds"], trajectory.get("advantages")
     turns = [{"role": "system", "content": system}, *trajectory["dialogue_history"]]
     return {
-        "messages": [{"role": turn["role"], "content": turn["content"]} for turn in turns],
+        "messages": [sent_message({"role": turn["role"], "content": turn["content"]}) for turn in turns],
         "method": name,
         "task_id": trajectory["task_id"],
         "run": trajectory.get("run", 0),

@@ -72,7 +72,6 @@ def history_points(rows, key):
     return steps[width - 1:] / rows[-1]["step"], np.convolve(values, np.ones(width) / width, "valid")
 
 
-@rc_context(STYLE)
 def training_svg(histories):
     """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS, smoothed."""
     figure = Figure((9, 5), layout="constrained")
@@ -90,12 +89,12 @@ def training_svg(histories):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+@rc_context(STYLE)
 def report_plots(metric, curves, histories):
     """[(title, SVG, caption)] of the report. curves: as curve_figure's; histories: as training_svg's."""
     plots = []
     if curves:
-        with rc_context(STYLE):
-            svg = as_svg(curve_figure(curves, metric, "N"), "curve")
+        svg = as_svg(curve_figure(curves, metric, "N"), "curve")
         plots.append(("Curves", svg, "The methods that are named LABEL@N."))
     if histories:
         plots.append(("Training", training_svg(histories), "metrics.jsonl of each model, smoothed; steps of different "
