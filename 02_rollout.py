@@ -143,14 +143,17 @@ async def simulator_turn(dialogue, players, args):
 # --best-of: which of several messages is sent
 
 async def critic_choice(dialogue, replies, messages, players, max_tokens):
-    """The number of the reply with the highest score of a critic (03)."""
+    """The number of the reply with the highest score of a critic (03). NoRoom where one is too long for it."""
     critic, ids = players.critic, [reply.ids for reply in replies]
     point = common.DecisionPoint(replies[0].prompt, dialogue.task, dialogue.history, ids, messages)
     if critic.is_visual:
         views = action_views(critic.sight, [point], critic.sees_c)
         files = await players.environment.show(documents_of(views))
         critic = dataclasses.replace(critic, sight=critic.sight._replace(show=lambda _: files))
-    [scores] = common.score_actions(critic, players.agent.tokenizer, [point], max_tokens, players.device)
+    try:
+        [scores] = common.score_actions(critic, players.agent.tokenizer, [point], max_tokens, players.device)
+    except common.TooLong as error:
+        raise NoRoom(str(error)) from None
     return max(range(len(scores)), key=scores.__getitem__)
 
 
@@ -418,7 +421,8 @@ def check_flags(parser, args):
         parser.error("--branch needs an agent that is a model, and goes without --best-of")
     if args.system_prompt and is_scripted(args):
         parser.error("--system-prompt is for an agent that is a model")
-    if not (isinstance(args.chat_template_args, dict) and args.chat_template_args.keys() <= set(ROLES)):
+    given = args.chat_template_args
+    if not isinstance(given, dict) or not given.keys() <= set(ROLES) or set(map(type, given.values())) - {dict}:
         parser.error("--chat-template-args: an object with an object for agent, simulator or judge")
     if args.agent_tokenizer and not is_server(args.agent):
         parser.error("--agent-tokenizer is for an agent behind http://; others bring their own")

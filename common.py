@@ -561,13 +561,17 @@ def action_outputs(scorer, items, max_tokens, device):
     return [outputs[i] for i in range(len(items))]
 
 
+class TooLong(InputError):
+    """More tokens than a model takes."""
+
+
 def check_positions(items, model):
-    """InputError where a row goes on for more tokens than the model takes."""
+    """TooLong where a row goes on for more tokens than the model takes."""
     most = models.most_positions(model.config)
     longest = max((num_positions(row) for item in items for row in item), default=0)
     if longest > most:
-        raise InputError(f"{model.name_or_path}: takes {most:,.0f} tokens, and a prompt with its action has up to "
-                         f"{longest:,} (with c, for a critic); in training --max-length leaves out what is longer")
+        raise TooLong(f"{model.name_or_path}: takes {most:,.0f} tokens, and a prompt with its action has up to "
+                      f"{longest:,} (with c, for a critic); in training --max-length leaves out what is longer")
 
 
 def num_positions(row):
@@ -891,7 +895,7 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     """The advantage of each agent turn of trajectories by a loaded Critic that reads text with its `tokenizer`.
 
     For each trajectory a list of floats, one a turn, whose sum is the score of the trajectory; None for one with a row
-    of more than `max_tokens` tokens.
+    of more than `max_tokens` tokens, or than the critic takes.
     With an lm or regression head it is A(o_t, a_t, c) of eq. 3, for which the critic was trained.
     A value head gives the value of a dialogue up to and with a turn (a logit, which is no advantage): here it is the
     change of value from turn to turn, from 0 before the first one."""
@@ -899,7 +903,8 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     examples = ref_examples = trajectory_examples(trajectories, groups, tokenizer, critic.sees_c)
     if not critic.ref_sees_c:
         ref_examples = trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
-    fitting = [i for i, example in enumerate(examples) if longest_row(example) <= max_tokens]
+    most = min(max_tokens, models.most_positions(critic.scorer.model.config))
+    fitting = [i for i, example in enumerate(examples) if longest_row(example) <= most]
     items = items_of(examples[i] for i in fitting)                   # one of each
     ref_items = items_of(ref_examples[i] for i in fitting)
     logps = action_outputs(critic.scorer, items, max_tokens, device)

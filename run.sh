@@ -5,7 +5,7 @@
 # shows the table again.
 # All methods learn from 320 dialogues (80 tasks; pages: 480). SWEET uses all of their turns (pages: those of 6 %).
 # OUT (out), ROUNDS (8; pages 4) and sizes can be set from outside. To see that it runs:
-# TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
+# OUT=out/try TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
 # (20 test tasks say nothing about the methods: their intervals are ±.13, and any order comes up.)
 #
 # Results are in out, with another domain in out/DOMAIN (pages need Chromium, which is installed where this runs as root

@@ -33,7 +33,7 @@ def parse_args(argv=None):
 def read_rows(path):
     """The lines of a file of tasks and answers."""
     rows = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
             try:
@@ -41,7 +41,10 @@ def read_rows(path):
             except ValueError:
                 raise ColBenchError(f"{where}: not JSON") from None
             check_keys(rows[-1], {"task": dict, "answer": str}, where)
-            domain_of(rows[-1]["task"], where).check_task(rows[-1]["task"], where)
+            domain = domain_of(rows[-1]["task"], where)
+            domain.check_task(rows[-1]["task"], where)
+            if domain is not domain_of(rows[0]["task"]):
+                raise ColBenchError(f"{where}: a task of another domain than the first")
     if not rows:
         raise ColBenchError(f"{path}: no rows")
     return rows

@@ -35,6 +35,10 @@ def as_trajectory(row, where):
     return trajectory
 
 
+def lacks(task, player):
+    return "facts"
+
+
 def owns(task):
     return "own" in task
 

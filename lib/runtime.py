@@ -1,6 +1,7 @@
 """What every stage stands on: the process group, JSONL files, outputs that a killed run goes on with."""
 import contextlib
 import ctypes
+import datetime
 import fcntl
 import functools
 import glob
@@ -107,7 +108,8 @@ def start(seed):
         if "RANK" in os.environ:
             store, rank, world_size = next(dist.rendezvous("env://"))
             store = new_store(store, rank, world_size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        week = datetime.timedelta(days=7)                           # a rank that samples may be hours behind the others
+        dist.init_process_group(backend, timeout=week, store=store, rank=rank, world_size=world_size)
     torch.manual_seed(seed)
     return Runtime(dist.get_rank(), dist.get_world_size(), device)
 

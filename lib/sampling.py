@@ -201,11 +201,13 @@ def add_rows(rows, items, make_row, concurrency, runtime, group=1):
     make_row(item): a coroutine that gives the row, or an async function that gives it (scoring). This one runs in the
     background, so that it cannot change which requests share a batch; at most twice `concurrency` of them wait, so that
     a kill costs no more than that.
-    group: so many rows, one after the other, are made by one rank.
+    group: so many rows, one after the other, are made by one rank. The groups that lack rows are shared out evenly.
 
     A row that has no reply (ReplyError) is left out. After many of them in a row a rank begins no further one."""
     missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
-    mine = [pair for pair in missing if pair[0] // group % runtime.world_size == runtime.rank]
+    groups = dict.fromkeys(number // group for number, _ in missing)                     # in order
+    mine_only = set(list(groups)[runtime.rank::runtime.world_size])
+    mine = [(number, item) for number, item in missing if number // group in mine_only]
     with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=runtime.rank > 0) as progress:
         maker = RowMaker(rows, make_row, iter(mine), concurrency, progress)
         asyncio.run(maker.run())

@@ -6,10 +6,10 @@ import torch
 
 
 def uniforms(shape, *key):
-    """Uniform numbers in [0, 1), a float64 tensor."""
+    """Uniform numbers from 0 to the greatest below 1 in float32, a float64 tensor."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
-    return torch.from_numpy(generator.random(shape))
+    return torch.from_numpy(generator.random(shape)).clamp(max=1 - 2 ** -24)
 
 
 def server_seed(*key):

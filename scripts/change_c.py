@@ -17,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from colbench import ColBenchError, domain_of  # noqa: E402
 from lib.data import read_trajectories  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
-from lib.runtime import run_stage, say, write_jsonl  # noqa: E402
+from lib.runtime import InputError, run_stage, say, write_jsonl  # noqa: E402
 
 COMMENT = {"function": "#", "query": "--"}
 
@@ -58,6 +58,11 @@ def main(argv=None):
     args = parse_args(argv)
     trajectories = read_trajectories(args.trajectories)
     tasks = {trajectory["task_id"]: trajectory["task"] for trajectory in trajectories}
+    needed = {"exchanged": "family", "facts": "facts"}[args.kind]
+    if any(needed not in task or domain_of(task).NOUN not in COMMENT for task in tasks.values()):
+        raise InputError(f"{args.trajectories}: --kind {args.kind} needs tasks of functions or queries with {needed!r}")
+    if pathlib.Path(args.out).resolve() == pathlib.Path(args.trajectories).resolve():
+        raise InputError(f"{args.out}: is the input")
     if args.kind == "exchanged":
         references = exchanged_references(tasks)
     else:

@@ -3,7 +3,8 @@
 # models/tiny (functions) in about 30 minutes on 2 cores, models/tiny_pages (pages) in about 35, models/tiny_sql
 # (queries) in fewer. real: SmolLM2-135M learns the protocol in hours, out/real/base/model.
 # To try it out in two minutes: OUT=out/try NUM_TASKS=12 bash scripts/make_tiny.sh out/try/tiny
-# Another base model, of other tasks and other first weights: SEED=1 bash scripts/make_tiny.sh out/other/tiny
+# Another base model, of other tasks and other first weights:
+# SEED=1 OUT=out/other bash scripts/make_tiny.sh out/other/tiny
 # A model imitates three kinds of scripted dialogues on training tasks: clear requests that are answered at once, vague
 # ones with a noisy agent, and vague ones with an agent that knows the reference, which is put in front of these. The
 # last kind teaches what a pretrained model brings along (and a small one has to learn): to read a stated reference.
@@ -59,5 +60,5 @@ if [ $domain = frontend ]; then
     train third "$work/model" --method sft --epochs 1 --batch-size 8 --micro-batch-size 8 --lr 2e-3 --seed $((seed + 2))
 fi
 mkdir -p "$folder"
-cp "$model"/{*.safetensors,*.json,chat_template.jinja} "$folder"
+cp "$model"/{model*.safetensors,config.json,generation_config.json,tokenizer*.json,chat_template.jinja} "$folder"
 echo "writes $folder"

@@ -1,11 +1,15 @@
 # Sourced by run.sh, tests/run.sh and scripts/make_tiny.sh in the repository's root: makes .venv and installs what is
 # missing.
 
-# take_domain "$@": sets `domain`, and `taken`, how many arguments at the front said so (--domain NAME).
+# take_domain "$@": sets `domain`, and `taken`, how many arguments at the front said so (--domain NAME). One may follow.
 take_domain() {
     domain=backend taken=0
     if [ "${1:-}" = --domain ]; then
         domain=${2:-} taken=2
+    fi
+    if [ $(($# - taken)) -gt 1 ]; then
+        echo "error: $*: must be [--domain NAME] and then at most one argument" >&2
+        exit 2
     fi
     if ! [[ $domain =~ ^[a-z]+$ ]] || ! grep -q "^\[$domain\]" scripts/arms.toml; then
         echo "error: --domain '$domain': must be a domain of scripts/arms.toml: backend, frontend, sql or real" >&2
@@ -26,7 +30,11 @@ set_up_domain() {
 # setup_environment [requirements files …]
 setup_environment() {
     # An installed torch that satisfies requirements.txt is used as it is.
-    [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv --system-site-packages .venv
+    if ! [ -x .venv/bin/python ]; then
+        "${PYTHON:-python3}" -c "import sys; sys.exit(sys.version_info < (3, 11))" ||
+            { echo "error: needs Python 3.11 or later: PYTHON=python3.11 bash $0" >&2; exit 2; }
+        "${PYTHON:-python3}" -m venv --system-site-packages .venv
+    fi
     local file mark
     for file in "$@"; do
         mark=".venv/installed-$(sha256sum "$file" | cut -c1-16)"

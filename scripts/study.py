@@ -76,7 +76,7 @@ def is_done(done, command):
     if not done.exists() or done.read_text() != str(command):
         return False
     files = []
-    for name in re.findall("[^ =,]+", " ".join(command)):
+    for name in re.split("[=,\0]", "\0".join(command)):
         path = pathlib.Path(name)
         files += [path, *path.glob("*.*")]
     end = done.stat().st_mtime
@@ -202,7 +202,7 @@ class Run:
         method = arm["method"]
         words = [arm.get("program", "04_train_policy.py"), "--method", method]
         words += [self.domain["methods"].get(method, ""), arm["flags"]]
-        if (self.size or 0) > MANY:
+        if (self.size or self.domain["dialogues"]) > MANY:
             words.append(arm.get("many", ""))
         if self.round > 1:
             words.append(arm.get("later", ""))
@@ -238,8 +238,8 @@ def report_words(args, domain, points):
         words.append(f"{name}={paths}")
         if runs[0].arm == "mtdpo" and not runs[0].settings:
             flags += ["--baseline", name]                            # the last one counts
-    more = "--costs --overwrite" if args.chain is None else domain["chain"]
-    return words + flags + words_of(more, args.out)
+    more = "--costs" if args.chain is None else domain["chain"]
+    return [*words, *flags, *words_of(more, args.out), "--overwrite"]
 
 
 def words_of(command, out):
@@ -301,7 +301,10 @@ def parse_args(argv=None):
     parser.add_argument("--grid", nargs="+", default=[], metavar="FLAG=VALUE,VALUE", help="settings, all combinations")
     parser.add_argument("--chain", type=int, metavar="SEED", help="the chain of run.sh with this seed")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="of the domain: num_test=60, say")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.rounds > 1 and len(args.sizes) > 1:
+        parser.error("--rounds goes with one size")
+    return args
 
 
 def read_domain(name, changes=()):
@@ -375,7 +378,8 @@ def main(argv=None):
         ended = pool.map(Run.evaluate, longest_first)
     list(ended)                                                      # raises what a call has raised
     if args.chain is not None and "gates" in domain:
-        show(run_step(args.out / "gates", words_of(domain["gates"], args.out), threads=2))
+        words = [*words_of(domain["gates"], args.out), "--overwrite"]
+        show(run_step(args.out / "gates", words, threads=2))
     show(run_step(args.out / "report", report_words(args, domain, points), threads=2))
     write_tables(args.out, points, DOMAINS[domain["domain"]])
 

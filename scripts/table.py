@@ -10,6 +10,8 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from lib import statistics  # noqa: E402
+from lib.flags import argument_parser  # noqa: E402
+from lib.runtime import InputError, run_stage  # noqa: E402
 
 
 def read_arms(path):
@@ -17,13 +19,21 @@ def read_arms(path):
     arms = {}
     with open(path, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
+            if "arm" not in row:
+                raise InputError(f"{path}: no column arm; a study's tasks.csv has one")
             row |= {"run": int(row["seed"]), "success": float(row["success"]), "task": {"family": row["family"]}}
             arms.setdefault(row["arm"], []).append(row)
     return arms
 
 
-def main(path, baseline=None):
-    arms, success, metrics = read_arms(path), operator.itemgetter("success"), {}
+def main():
+    parser = argument_parser(__doc__)
+    parser.add_argument("path", metavar="TASKS.csv")
+    parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="arm to which the others are compared")
+    args = parser.parse_args()
+    arms, baseline, success, metrics = read_arms(args.path), args.baseline, operator.itemgetter("success"), {}
+    if baseline not in [None, *arms]:
+        raise InputError(f"{args.path}: no arm {baseline}, it has {', '.join(arms)}")
     for arm, dialogues in arms.items():
         tasks, values = statistics.values_of_runs(dialogues, success)
         metrics[arm] = {
@@ -39,4 +49,4 @@ def main(path, baseline=None):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_stage(main)
