@@ -26,11 +26,11 @@ def read_arms(path):
     return arms
 
 
-def main():
+def main(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("path", metavar="TASKS.csv")
     parser.add_argument("baseline", metavar="BASELINE", nargs="?", help="arm to which the others are compared")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     arms, baseline, success, metrics = read_arms(args.path), args.baseline, operator.itemgetter("success"), {}
     if baseline not in [None, *arms]:
         raise InputError(f"{args.path}: no arm {baseline}, it has {', '.join(arms)}")

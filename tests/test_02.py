@@ -266,6 +266,14 @@ def test_a_dialogue_that_a_model_has_no_room_for_ends_as_in_its_last_round(works
             assert row["reward"] == 0
 
 
+def test_a_message_that_is_too_long_for_the_critic_fails_alone(workspace, tmp_path):
+    tasks = read(workspace / "tasks.jsonl")[:2]
+    tasks[1]["ground_truth"] += "\n# and so on" * 700
+    line = refused(2, "--agent", BASE, "--max-rounds", 2, "--best-of", 2, "--critic", "untrained", "--tasks",
+                   write(tmp_path / "tasks", tasks), "--out", tmp_path / "out")
+    assert "1 of 2 rows are missing" in line and "takes 2,048 tokens" in line
+
+
 def test_a_branch_keeps_which_turns_are_of_the_environment():
     history = turns("Do it.", "LOOK", "3 rows", "done")
     history[2]["tool"] = True

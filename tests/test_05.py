@@ -303,7 +303,7 @@ def test_the_advantage_of_a_turn_is_the_score_of_actions(request, workspace, nam
     assert any(abs(advantage) > 1e-3 for own in advantages for advantage in own)
 
 
-def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(workspace, tiny):
+def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(workspace, tiny, monkeypatch):
     critic = common.Critic("-", "-", scorer=common.Scorer(tiny[0]), ref_scorer=common.Scorer(tiny[0]))
     rows = read_trajectories(workspace / "offline.jsonl")[:8]
     assert common.score_turns(critic, tiny[1], rows, 4096, "cpu") == [[0.0] * row["num_rounds"] for row in rows]
@@ -312,6 +312,8 @@ def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(wor
     limit = sorted(lengths)[3]
     found = common.score_turns(critic, tiny[1], rows, limit, "cpu")
     assert [own is None for own in found] == [length > limit for length in lengths] and None in found
+    monkeypatch.setattr(common.models, "most_positions", lambda _: limit)
+    assert common.score_turns(critic, tiny[1], rows, 4096, "cpu") == found
 
 
 @pytest.fixture(scope="module")

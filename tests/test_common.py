@@ -1,6 +1,7 @@
 """common.py: dialogue tokens as literal arrays, log-probabilities, what is read of trajectories, pairs, devices."""
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -202,11 +203,15 @@ def test_dialogues_of_a_task_without_numbers_are_numbered(tmp_path):
         read_trajectories(path)
 
 
-def test_make_tiny_joins_the_dialogues_of_three_agents_on_the_same_tasks(tmp_path):
+def test_make_tiny_joins_the_dialogues_of_three_agents_and_copies_a_model(tmp_path):
     for name in ("clear", "script", "informed"):
         write(tmp_path / f"{name}.jsonl", [{"sample": 0, "task": TASK, "dialogue_history": HISTORY, "answer": name}])
-    [line] = re.findall("^cat .*", (ROOT / "scripts" / "make_tiny.sh").read_text(), re.MULTILINE)
-    subprocess.run(["bash", "-c", line], env={**os.environ, "work": str(tmp_path)}, check=True)
+    shutil.copytree(BASE, tmp_path / "model")
+    (tmp_path / "model" / "args.json").write_text("{}")              # of a training
+    paths = {name: str(tmp_path / path) for name, path in (("work", "."), ("model", "model"), ("folder", "base"))}
+    for line in re.findall("^(?:cat|mkdir|cp) .*", (ROOT / "scripts" / "make_tiny.sh").read_text(), re.MULTILINE):
+        subprocess.run(["bash", "-c", line], env={**os.environ, **paths}, check=True)
+    assert sorted(os.listdir(paths["folder"])) == sorted({*os.listdir(BASE)} - {"README.md"})
     joined = read_trajectories(tmp_path / "demonstrations.jsonl")
     assert [(t["answer"], t["sample"]) for t in joined] == [("clear", 0), ("script", 1), ("informed", 2)]
 

@@ -87,8 +87,12 @@ def test_the_package_is_described_as_the_repository_is():
 
 
 def test_bad_input_of_the_package_is_one_line(tmp_path, capsys):
-    path = tmp_path / "a.jsonl"
-    for text, line in (('{"task": {}}', f'{path}:1: missing "answer"'), ("[1]", f"{path}:1: a list, not an object"),
+    path, domains = tmp_path / "a.jsonl", ""
+    for domain in ("backend", "sql"):
+        [task] = colbench.make_tasks(colbench.DOMAINS[domain], 1, 0, "all", "none")
+        domains += json.dumps({"task": task, "answer": ""}) + "\n"
+    for text, line in ((domains, f"{path}:2: a task of another domain than the first"),
+                       ('{"task": {}}', f'{path}:1: missing "answer"'), ("[1]", f"{path}:1: a list, not an object"),
                        ("{", f"{path}:1: not JSON"), ("", f"{path}: no rows"),
                        ('{"task": {}, "answer": ""}', f'{path}:1: missing "problem_description"')):
         path.write_text(text)

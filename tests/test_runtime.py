@@ -45,7 +45,7 @@ def test_trajectories_that_went_through_datasets_and_gzip_are_the_same(data, tmp
     path, lines = tmp_path / "rows.jsonl.gz", write(tmp_path / "rows.jsonl", packed).read_bytes()
     write_jsonl(path, packed)
     assert list(map(json.loads, gzip.decompress(path.read_bytes()).splitlines())) == packed
-    assert read_trajectories(path) == rows
+    assert read_trajectories(path) == rows and runtime.read_rows(path) == packed
     for content, fault in ((gzip.compress(lines)[:-100], "Compressed file ended"), (lines, "Not a gzipped file")):
         path.write_bytes(content)
         with pytest.raises(InputError, match=f"rows.jsonl.gz: {fault}"):

@@ -320,6 +320,19 @@ def write_rows(out, items, make_row, concurrency):
     return read(out)
 
 
+def test_what_is_missing_is_shared_out_evenly_in_groups(tmp_path):
+    made = []
+
+    async def make_row(item):
+        return made.append(item)
+    for rank in range(2):
+        runtime = start(0)._replace(rank=rank, world_size=2)
+        rows = Rows(tmp_path / "out", runtime)
+        rows.done = {number for number in range(24) if number // 3 % 2}        # all of what was rank 1's
+        add_rows(rows, range(24), make_row, 1, runtime, group=3)
+    assert made == [0, 1, 2, 12, 13, 14, 6, 7, 8, 18, 19, 20]
+
+
 def test_rows_are_made_and_scored_on_their_own(tmp_path):
     """A slow one holds back nobody, and the file is in order. At most `concurrency` of them are in the making, and
     twice as many wait to be scored."""

@@ -118,6 +118,7 @@ def write_program(path, text):
 def test_run_sh_refuses_other_arguments():
     for flags, line in ((["--domain"], "--domain '': must be a domain"),
                         (["--domain", "frontends"], "--domain 'frontends': must be a domain"),
+                        (["1", "--domain", "sql"], "1 --domain sql: must be [--domain NAME] and then"),
                         (["--seed"], "seed '--seed': must be a number")):
         process = subprocess.run(["bash", "run.sh", *flags], cwd=ROOT, text=True, capture_output=True)
         assert process.returncode == 2 and process.stderr.startswith(f"error: {line}") and not process.stdout
@@ -211,6 +212,12 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+def test_many_dialogues_have_settings_of_their_own(call):
+    for words in (["mtdpo@3200"], ["mtdpo", "--set", "dialogues=3200"]):
+        commands = call(*words, "--seeds", "5")
+        assert commands[f"o/seed5/{words[0]}"]["epochs"] == 2
+
+
 def test_the_tables(call):
     call("rft", "--seeds", "5", "6", "--sizes", "80")
     assert rows_of("o/table.csv") == [{
@@ -225,10 +232,14 @@ def test_a_table_of_the_outcomes_of_tasks(tmp_path, capsys):
     rows = [f"t{number},f,{number},{seed},{arm},{float(arm == 'a' or number == 0)},3"
             for arm in "ab" for seed in (5, 6) for number in range(2)]
     (tmp_path / "tasks.csv").write_text("\n".join(["task_id,family,sample,seed,arm,success,rounds", *rows]))
-    table.main(str(tmp_path / "tasks.csv"), "b")
+    table.main([str(tmp_path / "tasks.csv"), "b"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1] == ["a", "4", "1.000", "[0.158,", "1.000]", "3.00", "+0.500", "[+0.000,", "+1.000]"]
     assert ["b", "-", "0.500", "0.500"] in lines
+    seeds = ROOT / "docs" / "seeds.csv"
+    for path, line in ((tmp_path / "tasks.csv", "no arm c, it has a, b"), (seeds, "no column arm")):
+        with pytest.raises(InputError, match=line):
+            table.main([str(path), "c"])
 
 
 def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path):
@@ -319,6 +330,10 @@ def test_another_c_for_the_critic(tmp_path, kind):
         added = task["ground_truth"].removeprefix(reference).splitlines()[1:]
         assert len(added) == len(hidden) > 0 and compile(task["ground_truth"], "c", "exec")
         assert all(line.startswith(f"# {fact['topic']}: ") for line, fact in zip(added, hidden))
+    del rows[0]["task"]["family"], rows[0]["task"]["facts"]
+    for rows_in, line in ((path, "rows: is the input"), (write(tmp_path / "out", rows), f"out: --kind {kind} needs")):
+        with pytest.raises(InputError, match=line):
+            change_c.main(["--kind", kind, "--trajectories", str(rows_in), "--out", str(rows_in)])
 
 # --- scripts/slurm.sh: what it prints with DRY=1 are commands that the stages take, and what it submits is a chain
 
