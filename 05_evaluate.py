@@ -309,7 +309,9 @@ def candidate_form(folder, domain, form_of_turns):
 
 def main(argv=None):
     args = parse_args(argv)
-    device = start(0).device
+    runtime = start(0)
+    if runtime.world_size > 1:
+        raise InputError("05_evaluate.py is one process: start it with python, not torchrun")
     out = pathlib.Path(args.out)
 
     # everything is read and checked before anything is scored
@@ -332,7 +334,7 @@ def main(argv=None):
     environments = []
     for compat in [False, True] if args.compat else [False]:
         options = {**vars(args), "compat": compat}
-        environments.append(data.environment(domain, out / "images", out / "scored", options, device))
+        environments.append(data.environment(domain, out / "images", out / "scored", options, runtime.device))
     begin_output(vars(args), out, inputs, folder=True)
 
     # scores and metrics, on disk before everything that is optional
@@ -356,7 +358,7 @@ def main(argv=None):
         forms["candidates"] = candidate_form(args.candidates, domain, forms["advantages"])
     if forms["advantages"]:
         say(*forms["advantages"])
-        advantages = add_turn_advantages(metrics, files, critic, device)
+        advantages = add_turn_advantages(metrics, files, critic, runtime.device)
         write_json(out / "metrics.json", metrics)
 
     # the page

@@ -24,7 +24,7 @@ import random
 import re
 import sqlite3
 
-from colbench import backend, beside, check_keys, check_kind, defaults, dialogue, task_id, task_kind
+from colbench import backend, beside, check_keys, check_kind, defaults, dialogue, task_kind
 from colbench.defaults import *  # noqa: F403
 from colbench.dialogue import answer_kind, asking_kind, Facts, MARKER, mean, needed_facts, OPENERS, put, topics_asked
 from colbench.schema import list_of, one_of, record, table_of
@@ -551,7 +551,10 @@ def doubt_of(task):
     for number, tables in enumerate(task["databases"][1:], 1):
         results = []
         for pragmas, step, query in runs:
-            connection = open_database(task["schema"], tables, pragmas)
+            try:
+                connection = open_database(task["schema"], tables, pragmas)
+            except sqlite3.Error as error:
+                return f"database{number}: {error}"
             connection.create_function("tie", 0, itertools.count(0, step).__next__)
             with contextlib.suppress(sqlite3.Error, ValueError):    # of a compound query tie() is no column
                 results.append(canonical(*select(connection, query), is_ordered(reference)))
@@ -617,7 +620,7 @@ class Environment(backend.Environment):
         query = query_of(history[-1]["content"])
         if query is None:
             return None
-        key = task_id(task), query
+        key = repr(task["databases"][0]), query
         if key not in self.tables:
             self.tables[key] = self.look(task, query)
         return self.tables[key]

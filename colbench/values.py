@@ -3,7 +3,6 @@
 Data are null, a text, a number, or a list of a kind and its parts: [1, (2.5,)] is ["list", 1, ["tuple", 2.5]].
 """
 import collections
-import contextlib
 import datetime
 import decimal
 import enum
@@ -99,14 +98,13 @@ def encode_number(value):
         return int(p)
     if q == 1:
         return ["int", hex(p)]
-    with contextlib.suppress(OverflowError):
-        if float(value) == value:
-            return float(value)
     return ["ratio", f"{p}/{q}"]
 
 
 def order(data):
     """What to sort data by where their order says nothing: numbers by their size."""
+    if type(data) is list and data[0] == "ratio":
+        return [1, fractions.Fraction(data[1])]
     if type(data) is list:
         return [3, *map(order, data)]
     if data is None:

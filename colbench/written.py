@@ -112,7 +112,10 @@ def written_task(reply, ended):
         return "no signature in the description"
     if line := code_in(description, bare):
         return f"code in the description: {line}"
-    tests = tests.values() if isinstance(tests, dict) else tests or []
+    if isinstance(tests, dict):
+        tests = list(tests.values())
+    if not isinstance(tests, list):
+        tests = []
     calls = {call_of(str(test), names[-1]): test for test in tests}
     if None in calls:
         return f"a test is no call of the function: {str(calls[None])[:100]}"

@@ -8,6 +8,7 @@ import pathlib
 
 from tqdm import tqdm
 
+from colbench import ColBenchError
 from lib.engine import Engine
 from lib.models import decode, encode, load_model, plain_chat, render_chat, stop_ids
 from lib.runtime import barrier, gather, InputError
@@ -173,7 +174,7 @@ class RowMaker:
                 break
             try:
                 row = await self.make_row(item)
-            except ReplyError as error:
+            except (ReplyError, ColBenchError) as error:
                 self.failures.append(str(error))
                 self.num_in_a_row += 1
                 continue
@@ -203,7 +204,8 @@ def add_rows(rows, items, make_row, concurrency, runtime, group=1):
     a kill costs no more than that.
     group: so many rows, one after the other, are made by one rank. The groups that lack rows are shared out evenly.
 
-    A row that has no reply (ReplyError) is left out. After many of them in a row a rank begins no further one."""
+    A row that has no reply (ReplyError), or whose task cannot be played (ColBenchError), is left out. After many of
+    them in a row a rank begins no further one."""
     missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
     groups = dict.fromkeys(number // group for number, _ in missing)                     # in order
     mine_only = set(list(groups)[runtime.rank::runtime.world_size])

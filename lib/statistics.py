@@ -195,8 +195,8 @@ def turn_kinds(task, history, domain):
 def measure_turns(trajectories, domain):
     """Give every trajectory the "kinds" of its agent turns and "known": was all that matters known before the last one?
 
-    Returns {"all_known", "success_when_known", "success_when_not_known", "turns": {kind: share}} of one method.
-    Where a task does not say what matters, "known" is None, and the answer is empty."""
+    Returns {"all_known", "success_when_known", "success_when_not_known", "turns": {kind: share}} of one method, without
+    means of no dialogue. Where a task does not say what matters, "known" is None, and the answer is empty."""
     outcomes = {True: [], False: [], None: []}                       # by "known"
     kinds = collections.Counter()
     for trajectory in trajectories:
@@ -210,12 +210,11 @@ def measure_turns(trajectories, domain):
         kinds.update(trajectory["kinds"])
     if outcomes[None]:
         return {}
-    return {
-        "all_known": len(outcomes[True]) / len(trajectories),
-        "success_when_known": mean(outcomes[True] or [0]),
-        "success_when_not_known": mean(outcomes[False] or [0]),
-        "turns": {kind: kinds[kind] / kinds.total() for kind in sorted(kinds)},
-    }
+    measured = {"all_known": len(outcomes[True]) / len(trajectories)}
+    for name, known in (("success_when_known", True), ("success_when_not_known", False)):
+        if outcomes[known]:
+            measured[name] = mean(outcomes[known])
+    return {**measured, "turns": {kind: kinds[kind] / kinds.total() for kind in sorted(kinds)}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

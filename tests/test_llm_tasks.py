@@ -189,7 +189,8 @@ def test_replies_without_an_object(reply):
     ({"description": "A price: cake_price(layers: int = max(1, 2), guests=(3)) -> int"}, None),
     ({"description": "A price, if guests > 20 higher.\n" + CAKE_WANTED}, "code in the description: ifguests>20"),
     ({"description": "What a cake costs. Return price.\n" + CAKE_WANTED}, None),                     # its docstring
-    ({"tests": None}, "too few tests: 0"), ({"tests": CAKE_TESTS[:9]}, "too few tests: 9"),
+    ({"tests": None}, "too few tests: 0"), ({"tests": 10}, "too few tests: 0"),
+    ({"tests": CAKE_TESTS[:9]}, "too few tests: 9"),
     ({"tests": CAKE_TESTS + [" cake_price(9,9) "]}, None),
     *(({"tests": CAKE_TESTS + [test]}, f"a test is no call of the function: {test}") for test in (
         "cake_price(1, 4) == 19", "print(cake_price(1, 4))", 7))])

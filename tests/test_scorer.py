@@ -104,7 +104,7 @@ def test_encoding_by_hand():
     assert encode((1, 2.5, True, None, "a")) == ["tuple", 1, 2.5, 1, None, "a"]
     assert encode({"b": {2, 1}, "a": 2 ** 60}) == [
         "dict", ["tuple", "a", ["int", "0x1000000000000000"]], ["tuple", "b", ["set", 1, 2]]]
-    assert encode(decimal.Decimal("-0.75")) == -0.75 and encode(decimal.Decimal("0.1")) == ["ratio", "1/10"]
+    assert encode(decimal.Decimal("-0.75")) == ["ratio", "-3/4"] and encode(decimal.Decimal("0.1")) == ["ratio", "1/10"]
     assert encode(fractions.Fraction(10 ** 400, 3)) == ["ratio", f"{10 ** 400}/3"]
     assert encode(datetime.timedelta(days=1, seconds=2)) == ["timedelta", 1, 2, 0]
     assert encode(range(2, 9, 3)) == ["range", 3, 2, 5]

@@ -283,6 +283,7 @@ def test_scripted_agents(tasks, tmp_path):
 def test_a_reference_that_leaves_the_order_of_rows_open(reference):
     doubt = sql.doubt_of({**task_of("sum"), "ground_truth": reference})
     assert (doubt is not None) == (reference in GIVEN["open order"])
+    assert sql.doubt_of({**task_of("sum"), "schema": "CREATE TABLE other(x)"}).startswith("database1: no such table")
 
 
 def test_check_finds_nothing_but_a_reference_that_leaves_the_order_open_which_is_named_at_import(tasks, tmp_path):

@@ -465,7 +465,7 @@ function drawCompare() {
   bar.append(...own.flatMap((numbers, m) => numbers.length ? [methodBox(numbers, m, picks)] : []),
     ...moves("task", " task", step => list[place + step] !== undefined),
     el("span", { class: "muted" }, place < 0 ? "" : `${counted(place + 1)} of ${counted(list.length)} tasks`));
-  const shown = picks.map(number => DIALOGUES[number]), known = shown.map(() => new Set());
+  const shown = picks.map(number => DIALOGUES[number]), known = shown.map(d => new Set(d.turns[0].learned));
   const columns = el("div", { class: "columns", style: `--columns:${shown.length}` }, shown.map(d =>
     el("div", { class: "head" }, link(fresh({ view: "dialogues", d: d.number }), el("b", {}, nameOf(d))), " ",
       badge(rewardText(d), verdict(d)), badge(several(d.rounds, "round")),
@@ -504,7 +504,8 @@ const askedStates = () => [...STATES.keys()].filter(number => STATES[number].can
 
 function candidateTable(one) {
   const ranked = [...one.candidates].sort((a, b) => b.advantage - a.advantage);
-  const withKind = ranked.some(candidate => candidate.kind), half = Math.ceil(ranked.length / 2);
+  const withKind = ranked.some(candidate => candidate.kind), whole = ranked.filter(one => one.ended !== false);
+  const half = ranked.indexOf(whole[Math.ceil(whole.length / 2)]);
   const full = Math.max(1e-9, ...ranked.map(candidate => Math.abs(candidate.advantage)));
   const mark = (count, text, kind) => count > 0 && badge(count > 1 ? `${text} \u00D7${count}` : text, kind);
   const names = ["rank", "score", "pairs", ...(withKind ? ["kind"] : []), "tokens", "text"];
