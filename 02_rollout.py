@@ -40,7 +40,7 @@ from lib import data, flags
 from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
-from lib.servers import is_server, NoRoom
+from lib.servers import is_server, NoRoom, ReplyError
 from lib.statistics import heading_of, mean_over_tasks, measure_turns
 from lib.tracking import Track
 from lib.vision import action_views, documents_of, load_vision
@@ -133,6 +133,9 @@ async def simulator_turn(dialogue, players, args):
     chat = await players.environment.simulator_chat(task, history)
     [reply] = await simulator.sample(chat, 1, 0.0, args.simulator_max_new_tokens, key)
     turn = {"role": "user", "content": simulator.visible(reply)[:domain.REPLY_CHARS]}
+    if not turn["content"] and not reply.ended:
+        raise ReplyError("a simulator that still thinks after --simulator-max-new-tokens: raise it, or turn its "
+                         "thinking off (--chat-template-args)")
     if reply.text.strip() != turn["content"]:
         turn["output"] = reply.text
     turn["leak"] = domain.leak_of(task, turn["content"])

@@ -78,7 +78,7 @@ def system_prompt(trajectory):
     """The system prompt that the agent of a trajectory had: its "system_prompt" (of 02 --system-prompt), or the one in
     the logged prompt of its first turn (published files). None: ours, or one that cannot be read."""
     text = trajectory.get("system_prompt")
-    if text is None:
+    if text is None and "max_rounds" not in trajectory:
         first = next(turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant")
         if match := LOGGED_SYSTEM.match(first.get("input", "")):
             text = match[1] if match[2] is None else match[2]
@@ -796,7 +796,7 @@ def load_critic(critic, load):
     if has_head:
         models.load_head(scorer.head, critic.folder)
     critic.scorer = scorer.eval()
-    critic.ref_scorer = models.without_adapter(scorer)
+    critic.ref_scorer = models.without_adapter(scorer) if lora else scorer
     if has_head:
         critic.ref_scorer = None
     elif is_trained and not lora:

@@ -97,7 +97,7 @@ def gain_examples(trajectories, tokenizer, args, run):
     tasks = [trajectory["task"] for trajectory in trajectories]
     if any(domain.lacks(task, "rules") for task in tasks):
         raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")
-    states = policy.read_states(trajectories, tokenizer, args, critic_sees_c=False)
+    states = policy.read_states(trajectories, tokenizer, args, critic_sees_c=True)
     rows = policy.with_candidates(states, tokenizer, args, run)
     critic = common.Critic(args.model, args.model, ref_sees_c=False)           # the model itself
     images, folder = f"{args.out}.images", pathlib.Path(args.out).parent

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lib import models
-from lib.runtime import InputError, say
+from lib.runtime import InputError, one_line, say
 
 USABLE_OF_80_GB = 76e9
 
@@ -167,14 +167,17 @@ def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
     step = PlannedStep(num_ranks, models.sharding_of(args), num_rows, row_tokens, accumulates, is_tree, lora)
     say(f"{name} on {num_ranks} ranks, {args.dtype}; at the peak of a step, on each rank a micro-batch of {num_rows} "
         f"rows of {row_tokens:,} tokens (--max-length, or the model's most):")
-    model = planned_model(config, step)
-    plan = memory_plan(model, step, token_logps)
+    try:
+        model = planned_model(config, step)
+        plan = memory_plan(model, step, token_logps)
+        lines = sampling_lines(model, num_ranks) if is_tree else []
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"{name}: no plan of the memory of a {config.model_type}: {one_line(error)}") from None
     for part, number in plan.items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
     fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
     say(f"this step {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
-    if is_tree:
-        say(*sampling_lines(model, num_ranks))
+    say(*lines)
 
 
 def sampling_lines(model, num_ranks):

@@ -325,8 +325,8 @@ def map_blocks(out, blocks, work, runtime):
 # error that names --overwrite
 
 # Arguments that change nothing of what stands in an output
-NO_INFLUENCE = {"browser", "compile", "concurrency", "dry_run", "max_attempts", "out", "overwrite", "save_every",
-                "track"}
+NO_INFLUENCE = {"activation_checkpointing", "browser", "compile", "concurrency", "dry_run", "max_attempts",
+                "micro_batch_size", "out", "overwrite", "save_every", "track"}
 MODEL_ENDINGS = ".safetensors", ".bin", ".gguf", ".pt", ".json", ".jinja", ".model", ".txt"
 
 

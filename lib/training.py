@@ -252,12 +252,15 @@ class Checkpoints:
     def load(self):
         """Load the last whole state, and return its step (0: a new run)."""
         from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.state_dict import set_state_dict, StateDictOptions
         step = max(self.whole(), default=0)
         barrier()
         if step:
             state = self.state()
-            dcp.load(state, checkpoint_id=self.folder / str(step))
+            # What gets no gradient (Gemma 3's vision tower) has no optimiser state.
+            planner = DefaultLoadPlanner(allow_partial_load=True)
+            dcp.load(state, checkpoint_id=self.folder / str(step), planner=planner)
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                            optim_state_dict=state["optimizer"], options=StateDictOptions(strict=False))
             say(f"continues at step {step}")

@@ -19,7 +19,7 @@ from lib.data import read_trajectories
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
 from lib.sampling import Sampler
-from lib.servers import Reply
+from lib.servers import Reply, ReplyError
 
 rollout = stage(2)
 
@@ -70,6 +70,17 @@ def first_dialogue(task):
 
 
 TASK = {"problem_description": "?", "ground_truth": "def secret(): pass", "test_cases": {}}
+
+
+def test_a_simulator_that_thinks_to_the_end_is_no_silent_one():
+    simulator = says(lambda *_: [])
+
+    async def thinks(*_):
+        return [Reply("<think>They ask", False, [1], 0, 0, None)]
+    simulator.sample = thinks
+    both = players(agent=says(lambda *_: ["hm?"]), simulator=simulator)
+    with pytest.raises(ReplyError, match="still thinks after --simulator-max-new-tokens"):
+        asyncio.run(rollout.roll_out(first_dialogue(TASK), both, parsed("--simulator-max-new-tokens", 9)))
 
 
 def test_long_replies_are_cut_leaks_are_noted_and_the_last_turn_is_the_answer():

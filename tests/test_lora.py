@@ -92,6 +92,8 @@ def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
         assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
     assert set(state["optimizer"]["state"]) == trained
     assert all(values["exp_avg"].dtype == torch.float32 for values in state["optimizer"]["state"].values())
+    adapted = common.load_critic(common.Critic("a", "a"), lambda *_, **__: scorer)             # an agent, untrained
+    assert adapted.ref_scorer is scorer
 
 
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(data, tmp_path, critic):

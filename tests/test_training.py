@@ -20,7 +20,7 @@ from conftest import BASE, begin, begin_ranks, call, ended, policy_flags, read, 
 from lib.memory import memory_plan, planned_model, PlannedStep
 from lib.models import add_adapter, import_peft, load_model, Projection, save_model, Sharding, use_grouped_attention
 from lib.runtime import InputError, Runtime, start
-from lib.training import adamw, epoch_batches, learning_rate, rank_batches
+from lib.training import adamw, Checkpoints, epoch_batches, learning_rate, rank_batches
 
 WHOLE, HALF = Sharding(), Sharding(dtype="bfloat16")
 
@@ -253,6 +253,18 @@ def test_learning_rate_by_hand():
     assert rates[3] == pytest.approx(1.0)
     assert rates[51] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 48 / 97)))
     assert 0.1 < rates[-1] < 0.11
+
+
+def test_a_part_that_gets_no_gradient_has_no_state(tmp_path):
+    start(0)
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "vision_tower": torch.nn.Linear(2, 1)})
+    for expected in (0, 1):
+        optimizer = adamw(model, 1e-2)
+        checkpoints = Checkpoints(tmp_path, model, optimizer)
+        assert checkpoints.load() == expected
+        model["used"](torch.ones(2)).backward()
+        optimizer.step()
+        checkpoints.save(1)
 
 
 def test_every_rank_makes_as_many_passes_over_the_same_batch():
