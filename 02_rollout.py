@@ -469,7 +469,7 @@ def open_samplers(domain, device, args):
     """{role: its Sampler} of the roles that models play."""
     names, samplers = model_names(args), {}
     open_once = functools.cache(open_sampler)                        # a model that plays two roles
-    slots = args.concurrency * args.best_of
+    slots = max(args.concurrency, args.best_of)
     if names.get("agent") == names.get("simulator"):
         slots *= 2                                                   # each side has its own cache
     for role, name in names.items():

@@ -270,7 +270,7 @@ def add_turn_advantages(metrics, files, critic, device):
     for name in files:
         metrics[name]["turn_advantages"] = advantage_summary(files[name])
     if None in of_turns:
-        say(f"{of_turns.count(None):,} dialogues have no turn advantages: no list, or over {MAX_TOKENS:,} tokens")
+        say(f"{of_turns.count(None):,} dialogues have no turn advantages: no list, or longer than the critic takes")
     return advantage_summary(trajectories)
 
 
@@ -309,8 +309,8 @@ def candidate_form(folder, domain, form_of_turns):
 
 def main(argv=None):
     args = parse_args(argv)
-    runtime = start(0)
-    if runtime.world_size > 1:
+    run = start(0)
+    if run.world_size > 1:
         raise InputError("05_evaluate.py is one process: start it with python, not torchrun")
     out = pathlib.Path(args.out)
 
@@ -334,7 +334,7 @@ def main(argv=None):
     environments = []
     for compat in [False, True] if args.compat else [False]:
         options = {**vars(args), "compat": compat}
-        environments.append(data.environment(domain, out / "images", out / "scored", options, runtime.device))
+        environments.append(data.environment(domain, out / "images", out / "scored", options, run.device))
     begin_output(vars(args), out, inputs, folder=True)
 
     # scores and metrics, on disk before everything that is optional
@@ -358,7 +358,7 @@ def main(argv=None):
         forms["candidates"] = candidate_form(args.candidates, domain, forms["advantages"])
     if forms["advantages"]:
         say(*forms["advantages"])
-        advantages = add_turn_advantages(metrics, files, critic, runtime.device)
+        advantages = add_turn_advantages(metrics, files, critic, run.device)
         write_json(out / "metrics.json", metrics)
 
     # the page

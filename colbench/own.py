@@ -5,7 +5,7 @@ beginning is the agent's system prompt. "c" is what a critic may know: a referen
 agent did not see. Dialogues that begin with the same message of the user, and have the same "c", are of one task."""
 from colbench import check_kind, ColBenchError, task_id
 from colbench.defaults import *  # noqa: F403
-from colbench.schema import list_of, number, one_of, record
+from colbench.schema import list_of, nullable, number, one_of, record
 
 NOUN = "text"
 FAMILIES = ()
@@ -14,7 +14,7 @@ SCORE_KEYS = ()
 MIN_RETURN_GAP = 1e-6
 
 MESSAGE = record({"role": one_of("system", "user", "assistant"), "content": str})
-ROW = record({"messages": list_of(MESSAGE), "reward": number(0, 1)}, {"c": str, "advantages": list_of(float)})
+ROW = record({"messages": list_of(MESSAGE), "reward": number(0, 1)}, {"c": str, "advantages": list_of(nullable(float))})
 
 
 def as_trajectory(row, where):
@@ -28,8 +28,11 @@ def as_trajectory(row, where):
                             "one of the assistant")
     task = {"problem_description": turns[0]["content"], "ground_truth": row.get("c", ""), "own": True}
     answer = [turn["content"] for turn in turns if turn["role"] == "assistant"][-1]
+    advantages = row.get("advantages")
+    if advantages and None in advantages:                            # as 05 exports what it knows no advantage of
+        advantages = None
     trajectory = {"task_id": task_id(task), "task": task, "dialogue_history": turns, "answer": answer,
-                  "reward": row["reward"], "max_rounds": len(turns), "advantages": row.get("advantages")}
+                  "reward": row["reward"], "max_rounds": len(turns), "advantages": advantages}
     if len(turns) < len(messages):
         trajectory["system_prompt"] = messages[0]["content"]
     return trajectory
@@ -60,5 +63,10 @@ def eval_score(trajectory):
 
 
 class Environment(Environment):                                     # noqa: F405
+    async def rule_reply(self, *_):
+        raise ColBenchError("dialogues of other programs have no user simulator")
+
+    simulator_chat = rule_reply
+
     async def score(self, pairs, explain=False):
         return [{} for _ in pairs]

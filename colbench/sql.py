@@ -553,7 +553,7 @@ def doubt_of(task):
         for pragmas, step, query in runs:
             try:
                 connection = open_database(task["schema"], tables, pragmas)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OverflowError) as error:
                 return f"database{number}: {error}"
             connection.create_function("tie", 0, itertools.count(0, step).__next__)
             with contextlib.suppress(sqlite3.Error, ValueError):    # of a compound query tie() is no column
@@ -612,7 +612,7 @@ class Environment(backend.Environment):
 
     def __init__(self, unsafe_scorer=False):
         super().__init__(unsafe_scorer=unsafe_scorer)
-        self.tables = {}                                            # {(task_id, query of a look): what came back}
+        self.tables = {}                                # {(schema, example database, query): what came back}
 
     async def tool_reply(self, task, history):
         """The rows of a look, or what the database says is wrong with it. It blocks: what runs beside it would change
@@ -620,7 +620,7 @@ class Environment(backend.Environment):
         query = query_of(history[-1]["content"])
         if query is None:
             return None
-        key = repr(task["databases"][0]), query
+        key = task["schema"], repr(task["databases"][0]), query
         if key not in self.tables:
             self.tables[key] = self.look(task, query)
         return self.tables[key]

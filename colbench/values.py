@@ -23,7 +23,7 @@ CONTAINERS = {                                  # a subclass stands before its b
 DICTS = "dict", "odict", "counter"              # their parts are tuples of two
 UNORDERED = "dict", "counter", "set"
 BRACKETS = {"list": "[{}]", "tuple": "({})", "set": "{{{}}}"}
-WRITTEN_NUMBER = re.compile("-?0x[0-9a-f]+|-?[0-9]{1,4000}/[1-9][0-9]{0,4000}")
+WRITTEN_NUMBERS = {"int": re.compile("-?0x[0-9a-f]+"), "ratio": re.compile("-?[0-9]{1,4000}/[1-9][0-9]{0,4000}")}
 
 
 def encode(value, depth=0):
@@ -120,8 +120,8 @@ def is_encoded(data, depth=0):
     if depth > MAX_DEPTH + 1 or not data or type(data[0]) is not str:
         return False
     kind, *parts = data
-    if kind in ("int", "ratio"):
-        return len(parts) == 1 and type(parts[0]) is str and WRITTEN_NUMBER.fullmatch(parts[0]) is not None
+    if kind in WRITTEN_NUMBERS:
+        return len(parts) == 1 and type(parts[0]) is str and WRITTEN_NUMBERS[kind].fullmatch(parts[0]) is not None
     if kind in DICTS and not all(type(part) is list and len(part) == 3 for part in parts):
         return False
     return all(is_encoded(part, depth + 1) for part in parts)
@@ -140,6 +140,8 @@ def readable(data):
         if kind == "tuple" and len(parts) == 1:
             items += ","
         return BRACKETS[kind].format(items)
+    if kind == "ratio":
+        return parts[0]
     return "nan" if kind == "nan" else f"{kind}({', '.join(map(str, parts))})"
 
 

@@ -163,7 +163,7 @@ def from_pretrained(kind, name, **options):
 def is_of_stage(folder):
     """Whether a stage of ours has begun a folder: other trainers write an args.json, too."""
     path = folder / "args.json"
-    return path.exists() and '"stage"' in path.read_text()
+    return path.exists() and '"sweet-rl"' in path.read_text()
 
 
 def smollm2_file():
@@ -438,7 +438,7 @@ def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, sc
 def takes_grouped_queries():
     """Whether torch takes cuDNN's kernel on this GPU, as grouped_attention needs: not before cuDNN 9.15.1
     (check_prefer_cudnn_attention in torch's sdp_utils.cpp). Others would hold all scores in float32."""
-    return torch.cuda.get_device_capability()[0] in (9, 10) and torch.backends.cudnn.version() > 91500
+    return torch.cuda.get_device_capability()[0] in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
 
 
 def use_grouped_attention(model):

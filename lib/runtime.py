@@ -324,7 +324,7 @@ def map_blocks(out, blocks, work, runtime):
 # outputs: args.json says what made one. The same command goes on with it, or says that it is done; another one is an
 # error that names --overwrite
 
-# Arguments that change nothing of what stands in an output
+# Arguments that change nothing of what stands in an output but rounding and dropout
 NO_INFLUENCE = {"activation_checkpointing", "browser", "compile", "concurrency", "dry_run", "max_attempts",
                 "micro_batch_size", "out", "overwrite", "save_every", "track"}
 MODEL_ENDINGS = ".safetensors", ".bin", ".gguf", ".pt", ".json", ".jinja", ".model", ".txt"
@@ -435,7 +435,7 @@ def check_same_command(out, before, now):
     """InputError where two output_records name other arguments or inputs. A server's address may have changed."""
     old, new = [json.loads(re.sub(r'https?:/[^#"]*', "", json.dumps(said))) for said in (before, now)]
     for part in ("args", "inputs"):
-        for key in {**old[part], **new[part]}:
+        for key in sorted({**old[part], **new[part]}.keys() - NO_INFLUENCE):
             old_value, new_value = old[part].get(key), new[part].get(key)
             if old_value != new_value:
                 raise InputError(f"{out}: made with another {key} ({old_value}, now {new_value}); choose another --out "
@@ -457,6 +457,8 @@ def begin_output(arguments, out, inputs, folder=False):
     OUTPUT.clear()                              # this process may begin it again
     OUTPUT.update(path=path, lock=locked(path), last=time.perf_counter())
     if not arguments["overwrite"]:
+        if is_complete(out, folder):
+            raise InputError(f"{out}: the same command has just made it")
         if begun_files(out, folder):
             say(f"{out}: continues an interrupted run")
             return

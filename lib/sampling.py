@@ -8,7 +8,6 @@ import pathlib
 
 from tqdm import tqdm
 
-from colbench import ColBenchError
 from lib.engine import Engine
 from lib.models import decode, encode, load_model, plain_chat, render_chat, stop_ids
 from lib.runtime import barrier, gather, InputError
@@ -64,7 +63,7 @@ class Sampler:
         prompt_ids = encode(self.tokenizer, text)
         if len(prompt_ids) + max_new_tokens > self.engine.max_tokens:
             raise NoRoom(f"a prompt of {len(prompt_ids):,} tokens and {max_new_tokens:,} new ones are more than the "
-                         f"{self.engine.max_tokens:,} that the model or --max-tokens has room for: lower "
+                         f"{self.engine.max_tokens:,} of the model or --max-length: lower "
                          "--max-new-tokens, or leave the task out")
         numbers, dialogue = uniforms((n, max_new_tokens), *key), (id(self), *key[:-2])
         replies = []
@@ -174,7 +173,7 @@ class RowMaker:
                 break
             try:
                 row = await self.make_row(item)
-            except (ReplyError, ColBenchError) as error:
+            except ReplyError as error:
                 self.failures.append(str(error))
                 self.num_in_a_row += 1
                 continue
@@ -194,6 +193,9 @@ class RowMaker:
         self.progress.update()
 
 
+event_loop = functools.cache(asyncio.Runner)             # one for all calls: a server's client keeps its connections
+
+
 def add_rows(rows, items, make_row, concurrency, runtime, group=1):
     """Make those rows of a file (Rows) that it lacks, `concurrency` at a time on each rank: one that is made gives its
     place to the next. Returns why rows of any rank have failed, a line each, for finish_rows.
@@ -204,15 +206,14 @@ def add_rows(rows, items, make_row, concurrency, runtime, group=1):
     a kill costs no more than that.
     group: so many rows, one after the other, are made by one rank. The groups that lack rows are shared out evenly.
 
-    A row that has no reply (ReplyError), or whose task cannot be played (ColBenchError), is left out. After many of
-    them in a row a rank begins no further one."""
+    A row that has no reply (ReplyError) is left out. After many of them in a row a rank begins no further one."""
     missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
     groups = dict.fromkeys(number // group for number, _ in missing)                     # in order
     mine_only = set(list(groups)[runtime.rank::runtime.world_size])
     mine = [(number, item) for number, item in missing if number // group in mine_only]
     with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=runtime.rank > 0) as progress:
         maker = RowMaker(rows, make_row, iter(mine), concurrency, progress)
-        asyncio.run(maker.run())
+        event_loop().run(maker.run())
     return sum(gather(maker.failures), [])
 
 

@@ -210,11 +210,12 @@ def measure_turns(trajectories, domain):
         kinds.update(trajectory["kinds"])
     if outcomes[None]:
         return {}
-    measured = {"all_known": len(outcomes[True]) / len(trajectories)}
-    for name, known in (("success_when_known", True), ("success_when_not_known", False)):
-        if outcomes[known]:
-            measured[name] = mean(outcomes[known])
-    return {**measured, "turns": {kind: kinds[kind] / kinds.total() for kind in sorted(kinds)}}
+    successes = {"success_when_known": outcomes[True], "success_when_not_known": outcomes[False]}
+    return {
+        "all_known": len(outcomes[True]) / len(trajectories),
+        **{name: mean(values) for name, values in successes.items() if values},
+        "turns": {kind: kinds[kind] / kinds.total() for kind in sorted(kinds)},
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -260,7 +260,8 @@ class Checkpoints:
             state = self.state()
             # What gets no gradient (Gemma 3's vision tower) has no optimiser state.
             planner = DefaultLoadPlanner(allow_partial_load=True)
-            dcp.load(state, checkpoint_id=self.folder / str(step), planner=planner)
+            dcp.load({"model": state["model"]}, checkpoint_id=self.folder / str(step))
+            dcp.load({"optimizer": state["optimizer"]}, checkpoint_id=self.folder / str(step), planner=planner)
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                            optim_state_dict=state["optimizer"], options=StateDictOptions(strict=False))
             say(f"continues at step {step}")

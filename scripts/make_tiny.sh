@@ -60,5 +60,5 @@ if [ $domain = frontend ]; then
     train third "$work/model" --method sft --epochs 1 --batch-size 8 --micro-batch-size 8 --lr 2e-3 --seed $((seed + 2))
 fi
 mkdir -p "$folder"
-cp "$model"/{model*.safetensors,config.json,generation_config.json,tokenizer*.json,chat_template.jinja} "$folder"
+cp "$model"/{model*,config.json,generation_config.json,tokenizer*.json,chat_template.jinja} "$folder"
 echo "writes $folder"

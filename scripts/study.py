@@ -301,10 +301,7 @@ def parse_args(argv=None):
     parser.add_argument("--grid", nargs="+", default=[], metavar="FLAG=VALUE,VALUE", help="settings, all combinations")
     parser.add_argument("--chain", type=int, metavar="SEED", help="the chain of run.sh with this seed")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="of the domain: num_test=60, say")
-    args = parser.parse_args(argv)
-    if args.rounds > 1 and len(args.sizes) > 1:
-        parser.error("--rounds goes with one size")
-    return args
+    return parser.parse_args(argv)
 
 
 def read_domain(name, changes=()):

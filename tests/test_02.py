@@ -263,7 +263,7 @@ def test_a_dialogue_that_a_model_has_no_room_for_ends_as_in_its_last_round(works
     request = {**tasks[3], "problem_description": tasks[3]["problem_description"] + " and so on" * 200}
     words = ["--agent", "models/tiny", "--max-rounds", 8, "--max-new-tokens", 120, "--max-length", 260, "--tasks"]
     line = refused(2, *words, write(tmp_path / "with_long", [tasks[0], request]), "--out", tmp_path / "out")
-    assert "1 of 2 rows are missing" in line and "the 260 that the model or --max-tokens has room for" in line
+    assert "1 of 2 rows are missing" in line and "the 260 of the model or --max-length" in line
     printed = call(2, *words, write(tmp_path / "tasks", tasks), "--out", tmp_path / "short")
     short, long = read(tmp_path / "short"), read(workspace / "offline.jsonl")[::3]
     ended = [row for row in short if "no_room" in row]

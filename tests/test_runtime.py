@@ -76,6 +76,9 @@ def test_a_command_that_runs_is_not_started_twice(tmp_path):
         runtime.add_costs(generated_tokens=1)
         with pytest.raises(InputError, match="the same command is running already"):
             runtime.locked(f"{out}.args.json")
+    out.write_text("{}\n")
+    with pytest.raises(InputError, match="the same command has just made it"):
+        runtime.begin_output({"overwrite": False}, out, [])
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("I/O error: No space left on device (os error 28)")])

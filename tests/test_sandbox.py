@@ -297,7 +297,7 @@ def mutated(encoded, draw):
     """A copy with one change somewhere: another value, one part more, less, or twice."""
     if type(encoded) is not list or not encoded or draw.random() < 0.2:
         return draw.choice([None, True, 1.5, -1, 2 ** 60, "", "x", {}, [], {"1": 2}, ["list"], ["nan"],
-                            ["dict", ["tuple", "a", 1]]])
+                            ["dict", ["tuple", "a", 1]], ["ratio", "0x1f"], ["int", "1/2"], ["ratio", "1/2"]])
     parts, index = list(encoded), draw.randrange(len(encoded))
     change = draw.randrange(6)
     if change == 0:
