@@ -114,8 +114,7 @@ def written_task(reply, ended):
         return f"code in the description: {line}"
     if isinstance(tests, dict):
         tests = list(tests.values())
-    if not isinstance(tests, list):
-        tests = []
+    tests = tests if isinstance(tests, list) else []
     calls = {call_of(str(test), names[-1]): test for test in tests}
     if None in calls:
         return f"a test is no call of the function: {str(calls[None])[:100]}"

@@ -148,7 +148,7 @@ def from_pretrained(kind, name, **options):
         folder, options["gguf_file"] = smollm2_file()
         if "dtype" in options:
             options["quantization_config"] = GgufConfig(dequantize=True)
-    elif is_of_stage(folder) and not (folder / "COMPLETED").exists():
+    elif (folder / "args.json").exists() and not (folder / "COMPLETED").exists():
         raise InputError(f"{name}: its training is not finished; run that command again")
     elif "/" in name and not folder.exists() and folder.parent.is_dir():          # no hub id
         raise InputError(f"{name}: no such folder")
@@ -158,12 +158,6 @@ def from_pretrained(kind, name, **options):
         options["trust_remote_code"] = False                        # else transformers asks on the terminal
     with loading(name):
         return kind.from_pretrained(str(folder), **options)
-
-
-def is_of_stage(folder):
-    """Whether a stage of ours has begun a folder: other trainers write an args.json, too."""
-    path = folder / "args.json"
-    return path.exists() and '"sweet-rl"' in path.read_text()
 
 
 def smollm2_file():

@@ -208,9 +208,8 @@ def add_rows(rows, items, make_row, concurrency, runtime, group=1):
 
     A row that has no reply (ReplyError) is left out. After many of them in a row a rank begins no further one."""
     missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
-    groups = dict.fromkeys(number // group for number, _ in missing)                     # in order
-    mine_only = set(list(groups)[runtime.rank::runtime.world_size])
-    mine = [(number, item) for number, item in missing if number // group in mine_only]
+    groups = set(sorted({number // group for number, _ in missing})[runtime.rank::runtime.world_size])
+    mine = [(number, item) for number, item in missing if number // group in groups]
     with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=runtime.rank > 0) as progress:
         maker = RowMaker(rows, make_row, iter(mine), concurrency, progress)
         event_loop().run(maker.run())

@@ -236,10 +236,8 @@ def test_a_table_of_the_outcomes_of_tasks(tmp_path, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[1] == ["a", "4", "1.000", "[0.158,", "1.000]", "3.00", "+0.500", "[+0.000,", "+1.000]"]
     assert ["b", "-", "0.500", "0.500"] in lines
-    seeds = ROOT / "docs" / "seeds.csv"
-    for path, line in ((tmp_path / "tasks.csv", "no arm c, it has a, b"), (seeds, "no column arm")):
-        with pytest.raises(InputError, match=line):
-            table.main([str(path), "c"])
+    with pytest.raises(InputError, match="no arm c, it has a, b"):
+        table.main([str(tmp_path / "tasks.csv"), "c"])
 
 
 def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path):
