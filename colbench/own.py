@@ -28,9 +28,8 @@ def as_trajectory(row, where):
                             "one of the assistant")
     task = {"problem_description": turns[0]["content"], "ground_truth": row.get("c", ""), "own": True}
     answer = [turn["content"] for turn in turns if turn["role"] == "assistant"][-1]
-    advantages = row.get("advantages")
-    if advantages and None in advantages:                            # as 05 exports what it knows no advantage of
-        advantages = None
+    advantages = row.get("advantages", [None])
+    advantages = None if None in advantages else advantages          # 05 exports None where it knows no advantage
     trajectory = {"task_id": task_id(task), "task": task, "dialogue_history": turns, "answer": answer,
                   "reward": row["reward"], "max_rounds": len(turns), "advantages": advantages}
     if len(turns) < len(messages):
