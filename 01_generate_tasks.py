@@ -24,6 +24,7 @@ human that answers by rule can play them; for tasks of a model the prompt and th
     python 01_generate_tasks.py --split train --num-tasks 1000 --out out/train.jsonl
     python 01_generate_tasks.py --source llm --model http://localhost:8000/v1#NAME --split train --out llm/train.jsonl
 """
+import asyncio
 import collections
 import functools
 import json
@@ -121,12 +122,12 @@ def write_model_tasks(args):
     num_attempts = 0
     scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
     make_row = functools.partial(attempt_row, sampler=sampler, texts=texts, scorers=scorers, args=args)
-    with scorers[0], scorers[1]:
+    with scorers[0], scorers[1], asyncio.Runner() as runner:
         while len(tasks) < args.num_tasks and num_attempts < args.max_attempts:
             num_more = max(args.num_tasks - len(tasks), args.concurrency)
             num_attempts = min(num_attempts + num_more, args.max_attempts)
             rows = Rows(args.out, run)                                  # with those that are there already
-            failures = add_rows(rows, range(num_attempts), make_row, args.concurrency, run)
+            failures = add_rows(rows, range(num_attempts), make_row, args.concurrency, run, execute=runner.run)
             if failures:
                 finish_rows(rows, num_attempts, failures, run)
             attempts, tasks = kept_tasks(rows, num_attempts, args.num_tasks)

@@ -78,7 +78,7 @@ def system_prompt(trajectory):
     """The system prompt that the agent of a trajectory had: its "system_prompt" (of 02 --system-prompt), or the one in
     the logged prompt of its first turn (published files). None: ours, or one that cannot be read."""
     text = trajectory.get("system_prompt")
-    if text is None and "max_rounds" not in trajectory:
+    if text is None:
         first = next(turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant")
         if match := LOGGED_SYSTEM.match(first.get("input", "")):
             text = match[1] if match[2] is None else match[2]

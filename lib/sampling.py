@@ -193,10 +193,7 @@ class RowMaker:
         self.progress.update()
 
 
-event_loop = functools.cache(asyncio.Runner)             # one for all calls: a server's client keeps its connections
-
-
-def add_rows(rows, items, make_row, concurrency, runtime, group=1):
+def add_rows(rows, items, make_row, concurrency, runtime, group=1, execute=asyncio.run):
     """Make those rows of a file (Rows) that it lacks, `concurrency` at a time on each rank: one that is made gives its
     place to the next. Returns why rows of any rank have failed, a line each, for finish_rows.
 
@@ -205,6 +202,7 @@ def add_rows(rows, items, make_row, concurrency, runtime, group=1):
     background, so that it cannot change which requests share a batch; at most twice `concurrency` of them wait, so that
     a kill costs no more than that.
     group: so many rows, one after the other, are made by one rank. The groups that lack rows are shared out evenly.
+    execute: runs a coroutine; of an asyncio.Runner where this is called again, as a server's client needs.
 
     A row that has no reply (ReplyError) is left out. After many of them in a row a rank begins no further one."""
     missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
@@ -212,7 +210,7 @@ def add_rows(rows, items, make_row, concurrency, runtime, group=1):
     mine = [(number, item) for number, item in missing if number // group in groups]
     with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=runtime.rank > 0) as progress:
         maker = RowMaker(rows, make_row, iter(mine), concurrency, progress)
-        event_loop().run(maker.run())
+        execute(maker.run())
     return sum(gather(maker.failures), [])
 
 

@@ -30,8 +30,6 @@ set_up_domain() {
 # setup_environment [requirements files …]
 setup_environment() {
     # An installed torch that satisfies requirements.txt is used as it is.
-    "${PYTHON:-python3}" -c "import sys; sys.exit(sys.version_info < (3, 11))" || [ -x .venv/bin/python ] ||
-        { echo "error: needs Python 3.11 or later: PYTHON=python3.11 bash $0" >&2; exit 2; }
     [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv --system-site-packages .venv
     local file mark
     for file in "$@"; do

@@ -247,7 +247,7 @@ def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace
     line = rollout.summary(write(tmp_path / "rows", rows))
     assert " | 25.0% ended by --max-rounds | 2 ended because no further turn fits" in line
     numbers_as_x = re.sub(r"\d+\.\d+", "x", line)
-    assert numbers_as_x.startswith("success x | tests x | all known x | when known x | rounds x | ")
+    assert numbers_as_x.startswith("success x | tests x | all known x | rounds x | ")
     signature = rows[0]["task"]["ground_truth"].split("\n")[0]
     history = rows[0]["dialogue_history"] = turns("Do it.", "?", signature, "?", signature, "pass")
     history[2]["tool"], history[4]["leak"] = True, "signature"

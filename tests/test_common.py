@@ -164,7 +164,6 @@ def test_the_system_prompt_is_read_from_the_logged_prompt(change, system):
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **change}]}
     assert common.system_prompt(trajectory) == system
     assert common.system_prompt({**trajectory, "system_prompt": "Mine"}) == "Mine"
-    assert common.system_prompt({**trajectory, "max_rounds": 10}) is None          # of 02, which notes what is not ours
 
 
 # --- pairs
