@@ -146,7 +146,7 @@ def test_killed_on_one_rank_and_resumed_on_two_equals_uninterrupted_on_one(works
     call(2, *words, tmp_path / "whole", "--concurrency", 20)
     out, partial = tmp_path / "killed", Partial(tmp_path / "killed")
     process = begin("02_rollout.py", *words, out, "--concurrency", 4, folder=tmp_path)
-    while not (partial.exists() and partial.stat().st_size):
+    while not (partial.exists() and b"\n" in partial.read_bytes()):
         time.sleep(0.01)
     assert killed(process) == -signal.SIGKILL and not out.exists()
     lines = partial.read_text().split("\n")[:-1]
