@@ -36,6 +36,7 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of, task_id
+from colbench.schema import table_of
 from lib import data, flags
 from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
@@ -424,8 +425,7 @@ def check_flags(parser, args):
         parser.error("--branch needs an agent that is a model, and goes without --best-of")
     if args.system_prompt and is_scripted(args):
         parser.error("--system-prompt is for an agent that is a model")
-    given = args.chat_template_args
-    if not isinstance(given, dict) or not given.keys() <= set(ROLES) or set(map(type, given.values())) - {dict}:
+    if table_of(dict)(args.chat_template_args) or not args.chat_template_args.keys() <= set(ROLES):
         parser.error("--chat-template-args: an object with an object for agent, simulator or judge")
     if args.agent_tokenizer and not is_server(args.agent):
         parser.error("--agent-tokenizer is for an agent behind http://; others bring their own")

@@ -62,10 +62,8 @@ def eval_score(trajectory):
 
 
 class Environment(Environment):                                     # noqa: F405
-    async def rule_reply(self, *_):
+    async def simulator_chat(self, task, history):
         raise ColBenchError("dialogues of other programs have no user simulator")
-
-    simulator_chat = rule_reply
 
     async def score(self, pairs, explain=False):
         return [{} for _ in pairs]

@@ -172,8 +172,8 @@ def test_what_a_person_says_after_the_answer_changes_nothing(workspace):
     thanked = [{**row, "dialogue_history": [*row["dialogue_history"], {"role": "user", "content": "Thanks."}]}
                for row in rows]
     metrics = measured({"a": rows, "b": thanked})
-    for key in ("all_known", "success_when_known", "forced_answers", "turns"):
-        assert metrics["a"].get(key) == metrics["b"].get(key)
+    for key in ("all_known", "success_when_not_known", "forced_answers", "turns"):
+        assert metrics["a"][key] == metrics["b"][key]
 
 
 def test_curves_are_named_by_label_and_number_and_ranks_correlate():

@@ -54,6 +54,7 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     "2 --agent script --tasks PLAIN": 'PLAIN:1: missing "template"',
     "2 --agent script --tasks DEMOS": "DEMOS:1: a dialogue, not a task; 01_generate_tasks.py makes tasks",
     "3 LEARN TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks",
+    "2 --agent MODEL --branch 1 --tasks CHAT": 'CHAT:1: missing "facts"',
     "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder",
     "3 --trajectories DEMOS --model smolm2": "smolm2: no model of this name",
     "2 --tasks TASKS --agent MODEL --simulator rule": "rule: no model of this name",
@@ -88,13 +89,14 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
 def test_mistakes(data, tmp_path, words):
     """HALF…: a file whose second line was cut. PLAIN: a task that the scripted agent cannot solve. LOST: all failed.
     OTHER: the tasks have other references."""
-    files = "HALF_TASK", "HALF_DIALOGUE", "PLAIN", "NONE", "LOST", "UNSCORED", "OTHER"
+    files = "HALF_TASK", "HALF_DIALOGUE", "PLAIN", "CHAT", "NONE", "LOST", "UNSCORED", "OTHER"
     places = {name: tmp_path / name for name in (*files, *CRITICS)}
     for name, rows in (("HALF_TASK", "tasks"), ("HALF_DIALOGUE", "demos")):
         lines = (data / f"{rows}.jsonl").read_bytes().splitlines(True)
         places[name].write_bytes(b"".join(lines[:2])[:-40])
     demos = read(data / "demos.jsonl")
     write(places["PLAIN"], [changed(template_task("backend"), ("template",), ...)])
+    write(places["CHAT"], [OWN])
     write(places["LOST"], [{**row, "reward": 0.0} for row in demos])
     write(places["OTHER"], [changed(row, ("task", "ground_truth"), "def f(): 0") for row in demos])
     write(places["UNSCORED"], [changed(demos[0], ("reward",), ...)])
