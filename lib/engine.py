@@ -354,7 +354,8 @@ class Graph:
         self.graph = torch.cuda.CUDAGraph()
         pool = others[0].graph.pool() if others else None
         try:
-            with torch.cuda.graph(self.graph, pool=pool):
+            # thread_local: other threads (that of CLIP, say) may take memory meanwhile
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self.result = work()
         except RuntimeError:
             torch.cuda.set_stream(stream)

@@ -75,7 +75,7 @@ def forks():
     otherwise)."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(IMPORTED)
-    with mock.patch.dict(os.environ, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"):
+    with mock.patch.dict(os.environ, PYTHONPATH=":".join(sys.path)):
         multiprocessing.forkserver.ensure_running()
     return found
 
