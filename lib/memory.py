@@ -97,7 +97,7 @@ def planned_model(config, step):
         if step.lora:
             models.add_adapter(model, step.lora, dtype)
     if step.sharding.activation_checkpointing:
-        models.checkpoint_layers(model)
+        model.activation_checkpointing_enable()
     return model
 
 

@@ -503,7 +503,7 @@ def shard(scorer, run, sharding):
     """Make a module (common.Scorer) and its `model` ready for training: split, checkpointed and compiled as `sharding`
     says."""
     if sharding.activation_checkpointing:
-        checkpoint_layers(scorer.model)
+        scorer.model.activation_checkpointing_enable()
     if run.device.type == "cuda" and sharding.dtype == "bfloat16" and takes_grouped_queries():
         use_grouped_attention(scorer.model)
     adapted = adapter_layers(scorer.model)
@@ -549,13 +549,6 @@ def reshard(scorer):
     for module in scorer.modules():
         if hasattr(module, "reshard"):
             module.reshard()
-
-
-def checkpoint_layers(model):
-    """Have a model compute each layer again in the backward pass."""
-    # older versions of transformers have the second name alone
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def load_sharded(name, run, sharding, lora, build):
@@ -763,6 +756,9 @@ def set_tensors(module, tensors, **options):
     """Copy whole tensors, {name: tensor}, into a module, split over ranks or not.
     options: broadcast_from_rank0, where the others have none."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
+    if not any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
+        module.load_state_dict(tensors, strict=False)               # the other would hold them twice on a GPU
+        return
     set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=False, **options))
 
 
