@@ -5,21 +5,21 @@ Reads   nothing (--source template), a model and texts (llm), the published file
         (websight), or a tasks file (--check).
 Writes  tasks.jsonl, one task a line: {"task_id", "problem_description", "ground_truth", "test_cases"} (pages: without
         "test_cases"; queries: "schema" and "databases" in its place); of template tasks also {"family", "template",
-        "facts" (pages: "slots")}, for a human by rule;
+        "facts" (pages: "slots")}, for the rule-based simulator;
         with --source llm also tasks.rejected.jsonl: {"attempt", "seed_text", "reason", "reply"};
         with --trajectories: the published trajectories, and beside them FILE.system_prompt.txt for 02 --system-prompt.
 
 --source template   vague requests; a test fails for each fact that they leave out and the answer gets wrong
---source llm        a model (--model) writes tasks; those that measure something and repeat no other are kept
+--source llm        a model (--model) writes tasks; those with informative tests that repeat no other are kept
 --source colbench   the published tasks, or with --trajectories the dialogues, from the hub or --path
 --source websight   ideas and pages of WebSight v0.2, from the hub or --path
---check FILE        what is wrong with the tasks of a file, and how far an answer comes that is always the same value
+--check FILE        what is wrong with the tasks of a file, and how many tests the best constant answer passes
 
 Splits are disjoint by content: the hash of the reference puts a task into train (80 %), validation (10 %) or test
 (10 %), whatever the seed. docs/reproduce.md says more of each source.
 
-Differs from the paper: ColBench's tasks were written by Llama-3.1-70B-Instruct. Template tasks need no model, and a
-human that answers by rule can play them; for tasks of a model the prompt and the checks are ours.
+Differs from the paper: ColBench's tasks were written by Llama-3.1-70B-Instruct. Template tasks need no model, not even
+as user simulator; for tasks that a model writes the prompt and the checks are ours.
 
     python 01_generate_tasks.py --split train --num-tasks 1000 --out out/train.jsonl
     python 01_generate_tasks.py --source llm --model http://localhost:8000/v1#NAME --split train --out llm/train.jsonl
@@ -75,7 +75,7 @@ def read_seed_texts(path):
 
 
 async def attempt_row(number, sampler, texts, scorers, args):
-    """The row of an attempt: what the model replied, and its task or the reason why there is none; repeats aside."""
+    """The row of an attempt: the model's reply, and its task or why there is none. Repeats are found in kept_tasks."""
     text = texts[number % len(texts)]
     kind = random.Random(f"{args.seed} {number}").choice(written.KINDS)
     chat = [{"role": "user", "content": written.TASK_PROMPT.format(text=text, kind=kind)}]
@@ -94,7 +94,7 @@ async def attempt_row(number, sampler, texts, scorers, args):
 
 
 def reason_against(task, check, split):
-    """Why a task that has been run is not kept; None: it is, unless it repeats another."""
+    """Why a task whose tests were run is not kept; None: it is, unless it repeats another."""
     for what, detail in check["findings"].items():
         if what in written.MEASURES_NOTHING:
             return f"{what}: {detail}"
@@ -295,9 +295,9 @@ def check(args):
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--source", choices=list(SOURCES), default="template", help="where tasks come from")
-    parser.add_argument("--domain", choices=list(DOMAINS), default="backend", help="llm: backend, websight: frontend")
-    parser.add_argument("--num-tasks", type=flags.positive_int, help="(None: all of colbench, else 1000)")
-    parser.add_argument("--split", choices=["all", *SPLITS], default="all", help="of colbench a published file")
+    parser.add_argument("--domain", choices=list(DOMAINS), default="backend", help="kind of tasks")
+    parser.add_argument("--num-tasks", type=flags.positive_int, help="tasks to write (None: 1000, of colbench all)")
+    parser.add_argument("--split", choices=["all", *SPLITS], default="all", help="of colbench: its files")
     parser.add_argument("--told", choices=["none", "some", "all"], default="some", help="facts that the request tells: "
                         "none, one (of a page one or two) in 30 %% of the tasks, or all (clear requests)")
     parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the tasks, or of their order")
@@ -310,7 +310,7 @@ def parse_args(argv=None):
     parser.add_argument("--trajectories", action="store_true", help="colbench: take the offline trajectories instead")
     # a model that writes tasks
     parser.add_argument("--model", help="llm: a folder, a hub id, smollm2, or a server http://HOST:PORT/v1#NAME")
-    parser.add_argument("--seeds", metavar="FILE", help='llm: ideas: JSONL with "text", or paragraphs (None: ours)')
+    parser.add_argument("--seeds", metavar="FILE", help='llm: idea texts, JSONL with "text" or paragraphs (None: ours)')
     parser.add_argument("--max-attempts", type=flags.positive_int,
                         help="llm: replies after which it gives up (None: 20 a task, divided by the share of --split)")
     parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="llm: of the model")

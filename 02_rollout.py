@@ -7,13 +7,13 @@ Writes  trajectories.jsonl in the published format, {"task", "dialogue_history",
         "temperature", "system_prompt", "no_room" (no further turn would fit into a model), "branch", "continuation".
         A turn that a model has sampled has "output" (the raw text) and, where they are known, "input" (the rendered
         prompt) and "output_ids" (the sampled ids); "truncated" where --max-new-tokens has cut it. A turn of the
-        environment has "tool", one of a simulating model "leak" where it shows code.
+        environment has "tool", one of a simulating model "leak" if it reveals the reference.
 
 The simulator opens with the request. In each of --max-rounds rounds the agent sends a message and the simulator
 replies. The task's domain (colbench/) says which message is the answer, and scores it.
 --best-of N: at each turn the agent samples N messages and --critic says which one is sent. It may see c.
---branch N: from N random turns of a trajectories file, several messages are rolled out: their Monte-Carlo returns.
-A dialogue that fails is counted, the others are kept, and the same command again rolls out what is missing.
+--branch N: at N random turns of a trajectories file, samples several messages and rolls each out: Monte-Carlo returns.
+A dialogue that fails is counted, the others are kept; repeat the command to roll out those that are missing.
 docs/scale.md describes --best-of, --branch and models behind http://.
 Differs from the paper: the agent is told when the last round begins. The prompts are ours.
 
@@ -121,7 +121,7 @@ async def agent_turn(dialogue, players, args):
 async def simulator_turn(dialogue, players, args):
     """The reply to the agent's turn that ends the history: the environment's own, or the simulator's.
 
-    Where it shows code, "leak" says how."""
+    If it reveals the reference, "leak" says how."""
     task, history, simulator = dialogue.task, dialogue.history, players.simulator
     domain = domain_of(task)
     key = random_key(dialogue, args.seed, "human")
@@ -162,7 +162,7 @@ async def critic_choice(dialogue, replies, messages, players, max_tokens):
 
 
 async def judge_choice(dialogue, messages, players, seed):
-    """The number of the message that is left after comparing the best so far with the next, N - 1 times.
+    """The number of the best message: the best so far is compared with the next, N - 1 times.
 
     players.verdicts counts: "decided", "tie" (the two orders disagree), "unreadable"."""
     texts = [message.strip() for message in messages]
@@ -339,7 +339,7 @@ async def scored_row(dialogue, players, args):
 
 def summary(path):
     """One line: the mean return (over tasks) and the domain's columns, as 05 has them, rounds, how dialogues and turns
-    ended, and the simulator's replies that show code."""
+    ended, and the share of the simulator's replies that reveal the reference."""
     trajectories = lib.runtime.read_rows(path)
     domain = domain_of(trajectories[0]["task"])
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"][1:]]
@@ -374,13 +374,13 @@ def parse_args(argv=None):
                         "server), or a scripted agent of the domain: script, script-informed (knows c), …")
     parser.add_argument("--simulator", type=flags.text_flag, default="rules", help="the user: rules, or a model")
     parser.add_argument("--out", type=flags.text_flag, required=True, help="trajectories file to write (JSONL)")
-    parser.add_argument("--samples", type=flags.positive_int, default=1, help="dialogues a task")
+    parser.add_argument("--samples", type=flags.positive_int, default=1, help="dialogues per task")
     parser.add_argument("--max-rounds", type=flags.positive_int, default=10, help="agent turns in a dialogue")
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
     parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the agent")
-    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens a turn of the agent")
+    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="most tokens of a turn")
     parser.add_argument("--simulator-max-new-tokens", type=flags.num_tokens_flag,
-                        help="tokens a reply of a simulating model (None: the domain's REPLY_TOKENS)")
+                        help="most tokens of a simulating model's reply (None: the domain's REPLY_TOKENS)")
     parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the samples")
     group = parser.add_argument_group("critics")
     group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")
@@ -399,9 +399,9 @@ def parse_args(argv=None):
     group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of chat "
                        "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
     group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL", help="the tokenizer of a vLLM "
-                       "server's agent: keeps the sampled ids and the prompt, so that 03 and 04 train on just these; "
+                       "server's agent: keeps the sampled ids and the prompt, so that 03 and 04 train on exactly them; "
                        "--best-of needs it for a critic that reads tokens")
-    parser.add_argument("--track", type=flags.project_flag, metavar="PROJECT", help="log how many dialogues are there "
+    parser.add_argument("--track", type=flags.project_flag, metavar="PROJECT", help="log the number of dialogues "
                         "and their mean return to this project of trackio (pip install trackio)")
     flags.add_world(parser)
     flags.add_overwrite(parser)
@@ -448,7 +448,7 @@ def model_names(args):
 
 
 def check_players(tasks, domain, args):
-    """InputError where a task states not what the rules or the scripted agent need."""
+    """InputError if a task lacks what the rules or the scripted agent need."""
     if is_scripted(args) and args.agent not in domain.PLAYERS:
         names = ", ".join(domain.PLAYERS) or "(none)"
         raise InputError(f"--agent {args.agent}: {domain.NOUN}s have the scripted agents {names}")

@@ -13,8 +13,8 @@ s: the sigmoid; b: --beta.
 --normalize turn        L: the tokens of the turn (default)
 --normalize trajectory  L: all agent tokens of the trajectory, as in the published code
 --normalize none        L: 1
---reference-sees-c no   p_ref does not read c: before training A is then not 0, but how much more likely c makes the
-                        turn. (04's flag of this name is for ranking; by default it is as in training.)
+--reference-sees-c no   p_ref does not read c. Before training A is then not 0: it says how much likelier c makes the
+                        turn. (04's flag of this name is about ranking; its default is the value of training.)
 --no-privileged         leaves c out
 --head regression       a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
 --head value            the head gives the logit of the return after each turn of every trajectory, trained by binary
@@ -98,7 +98,7 @@ def split_groups(trajectories, args):
     say(f"{len(train):,} {what} to train on, {len(test):,} pairs of other tasks held out")
     if not train:
         raise InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks that "
-                         f"--held-out-frac {args.held_out_frac} keeps apart")
+                         f"--held-out-frac {args.held_out_frac} holds out")
     return train, test
 
 
@@ -170,7 +170,7 @@ def parse_args(argv=None):
     group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
                        help="the L of eq. 3, see above")
     group.add_argument("--held-out-frac", type=flags.share_flag, default=0.05,
-                       help="share of the tasks kept for the accuracy")
+                       help="share of the tasks held out, for the pair accuracy")
     flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if not args.reference_sees_c and (args.no_privileged or args.head != "lm"):

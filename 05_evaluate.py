@@ -1,8 +1,8 @@
-"""Stage 5: score trajectory files, compare them in one table, and show every turn's advantage in a page.
+"""Stage 5: score trajectory files, compare them in one table, and show every turn's advantage in an HTML report.
 
 Reads   NAME=trajectories.jsonl … (02); the logged rewards are not trusted: every answer is scored again.
-Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html, and by what is asked for
-        images/ (of pages), export/.
+Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html; images/ (of web pages);
+        with --export export/.
 
 n, rounds, tests         dialogues; mean number of agent turns; mean share of the tests passed
 success                  share of the dialogues whose answer passes all tests; of pages the mean similarity of the
@@ -10,19 +10,18 @@ success                  share of the dialogues whose answer passes all tests; o
                          mean over a task's dialogues, then over tasks, then over runs; so are its interval and the
                          differences. The other columns are means over dialogues
 leaks                    share of the simulator's replies that show the reference
-all known, when known    template tasks: share of the dialogues in which the agent had found out all that matters
-                         before its last turn; success among these
-no page, not rendered    answers that are no page; pages that gave no screenshot (a black one counts)
-wins, ties               pages: share of better answers against the --baseline's over all pairs of a task, a
+all known, when known    template tasks: share of the dialogues in which the agent had found out every fact that
+                         matters before its last turn; success among these
+no page, not rendered    answers that are no page; pages without a screenshot (a black image is scored)
+wins, ties               pages: share of answers that beat the --baseline's, over all pairs of a task, a
                          tie (within 1e-6) half; then the mean over tasks
 [..]                     95 % interval by bootstrap over tasks, of several runs (NAME=FILE,FILE,…) over runs as well;
                          against --baseline paired by task and run; "families drawn": over families, then their tasks
-LABEL@N=FILE             points of a curve over N: of best-of-N (02 --best-of N), of N training trajectories (04) or
-                         rounds of training, whatever the files differ by
---costs                  tokens that were trained on, tokens that were generated, and minutes, of the training of the
-                         agent and of its critics; their args.json say it
+LABEL@N=FILE             points of a curve over N: the N of best-of-N (02), training trajectories (04) or rounds
+--costs                  tokens trained on, tokens generated and minutes, of training the agent and its critics (from
+                         their args.json)
 
-docs/results.md says what the intervals leave out, and how to read the page.
+docs/results.md says what the intervals cover, docs/faq.md how to read report.html.
 scripts/critics.py measures critics, and whether a model reads c.
 
     python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --critic out/critic \\
@@ -61,10 +60,10 @@ def parse_args(argv=None):
     parser.add_argument("--out", type=flags.text_flag, required=True, help="folder to write")
     parser.add_argument("--baseline", type=flags.text_flag, metavar="NAME", help="compare the others with this one")
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
-    parser.add_argument("--costs", action="store_true", help="show what it took to train each method (its first file)")
-    parser.add_argument("--critic", type=flags.text_flag, metavar="DIR", help="show turns' advantages by this critic")
+    parser.add_argument("--costs", action="store_true", help="show each method's training costs (first file)")
+    parser.add_argument("--critic", type=flags.text_flag, metavar="DIR", help="show turn advantages by this critic")
     flags.add_reference(parser)
-    parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR", help="show SWEET's candidates of 04")
+    parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR", help="show the candidates of 04's folder")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
     flags.add_world(parser)
     flags.add_overwrite(parser)
@@ -214,7 +213,7 @@ def measure_leaks(trajectories, domain):
 
 
 def compare(metrics, files, baseline, domain):
-    """Add to each method's metrics what it is against the baseline's dialogues."""
+    """Add to each method's metrics its difference to the baseline, paired by task."""
     for name, trajectories in files.items():
         if domain.MIN_RETURN_GAP is not None:
             metrics[name] |= statistics.win_rate(trajectories, files[baseline], domain.eval_score)
@@ -232,7 +231,7 @@ def compare(metrics, files, baseline, domain):
 # what is shown below the comparison
 
 def tables_of(metrics, metric, baseline, states, domain):
-    """What page and screen show of the metrics, which is printed here: {"headings", "rows" of the comparison, "notes",
+    """Print the tables of the metrics, and return them for the page: {"headings", "rows" of the comparison, "notes",
     "tables": {heading: text} of those below it}."""
     headings, rows = statistics.result_table(metrics, metric, domain.COLUMNS, baseline)
     notes = statistics.note_lines(metrics)

@@ -285,7 +285,7 @@ def difference_cell(difference):
 
 
 def note_lines(metrics):
-    """What a reader of the comparison has to know, and what its intervals leave out."""
+    """What a reader of the comparison has to know, and what its intervals do not cover."""
     lines, single, few = [], [], []                                  # single, few: the names with so many runs
     for name, method in metrics.items():
         lines += [f"{name}: {note}" for note in method.get("notes", [])]
@@ -296,7 +296,7 @@ def note_lines(metrics):
     if "similarity" in method:                                       # the same of all
         lines.append(f"similarity of screenshots: {method['similarity']}")
     if single:
-        lines.append(f"one run of {', '.join(single)}: the intervals leave other seeds out")
+        lines.append(f"one run of {', '.join(single)}: the intervals exclude seed variance")
     if few:
         lines.append(f"fewer than five runs of {', '.join(few)}: where runs differ much the intervals are too narrow")
     return lines

@@ -95,7 +95,7 @@ def test_what_a_comparison_or_an_interval_leaves_out_has_a_line():
     assert [line for line in statistics.note_lines(metrics) if "Clopper" not in line] == [
         *(f"{name}: against base compared on {n} tasks {rest}" for name, n in (
             ("few", 2), ("apart", 0), ("two", 0), ("four", 0), ("five", 0))),
-        "one run of base, few, apart, same: the intervals leave other seeds out",
+        "one run of base, few, apart, same: the intervals exclude seed variance",
         "fewer than five runs of two, four: where runs differ much the intervals are too narrow"]
     assert [name for name in metrics if "against_baseline" in metrics[name]] == ["few", "same"]
 

@@ -78,7 +78,7 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     "4 --method mtdpo LEARN LOST": "LOST: … no task has both", "4 --method rft LEARN LOST": "LOST: … no successful",
     "3 LEARN DEMOS --max-length 20": "DEMOS: … no examples to train on: all … are longer than --max-length 20",
     "3 LEARN DEMOS --held-out-frac 1":
-        "DEMOS: … no examples to train on: all … pairs are of tasks that --held-out-frac 1.0 keeps apart",
+        "DEMOS: … no examples to train on: all … pairs are of tasks that --held-out-frac 1.0 holds out",
     # nothing to compare
     "5 old=DEMOS new=OTHER": OTHER, "5 two=DEMOS,OTHER": OTHER,
     "5 a=DEMOS,UNSCORED": "DEMOS, UNSCORED: the runs of a name must have the same",
