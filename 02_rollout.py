@@ -37,7 +37,7 @@ import torch
 import common
 from colbench import ColBenchError, domain_of, task_id
 from colbench.schema import table_of
-from lib import data, flags
+from lib import data, flags, runtime
 from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
@@ -340,7 +340,7 @@ async def scored_row(dialogue, players, args):
 def summary(path):
     """One line: the mean return (over tasks) and the domain's columns, as 05 has them, rounds, how dialogues and turns
     ended, and the share of the simulator's replies that reveal the reference."""
-    trajectories = lib.runtime.read_rows(path)
+    trajectories = runtime.read_rows(path)
     domain = domain_of(trajectories[0]["task"])
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"][1:]]
     replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
@@ -468,7 +468,7 @@ def check_players(tasks, domain, args):
 def open_samplers(domain, device, args):
     """{role: its Sampler} of the roles that models play."""
     names, samplers = model_names(args), {}
-    open_once = functools.cache(open_sampler)                        # a model that plays two roles
+    open_once = functools.cache(open_sampler)                        # a model that plays two roles is loaded once
     slots = max(args.concurrency, args.best_of)
     if names.get("agent") == names.get("simulator"):
         slots *= 2                                                   # each side has its own cache
@@ -488,7 +488,7 @@ def open_players(domain, system, device, args):
     out = pathlib.Path(args.out)
     environment = data.environment(domain, f"{out}.images", out.parent, vars(args), device)
     players = Players(environment, device, **open_samplers(domain, device, args))
-    tokenizer = players.agent and players.agent.tokenizer
+    tokenizer = players.agent.tokenizer if players.agent else None
     if tokenizer:
         if system is None:
             system = domain.AGENT_SYSTEM.format(max_rounds=args.max_rounds)
@@ -525,7 +525,7 @@ def say_totals(num_dialogues, players, begin_s):
 
 def main(argv=None):
     args = parse_args(argv)
-    runtime, out, begin_s = start(args.seed), pathlib.Path(args.out), time.perf_counter()
+    run, out, begin_s = start(args.seed), pathlib.Path(args.out), time.perf_counter()
     if args.branch:
         trajectories = data.read_trajectories(args.tasks)
         tasks = [trajectory["task"] for trajectory in trajectories]
@@ -539,7 +539,7 @@ def main(argv=None):
     if is_done(vars(args), out, inputs):
         return
 
-    players = open_players(domain, system, runtime.device, args)
+    players = open_players(domain, system, run.device, args)
     group = 1
     if args.branch:
         dialogues = branched_dialogues(trajectories, system, args)
@@ -548,21 +548,23 @@ def main(argv=None):
         dialogues = new_dialogues(tasks, system, args.samples)
     begin_output(vars(args), out, inputs)
     players.track = Track(args.track, out, vars(args))
-    rows = Rows(out, runtime)
+    rows = Rows(out, run)
     if rows.done:
         say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
-    for row in [json.loads(row) for number, row in rows.find().items() if number in rows.done]:
+    texts = rows.find()
+    for number in sorted(rows.done):
+        row = json.loads(texts[number])
         players.returns.append(domain.eval_score(row))
         if args.branch:
             name = row["task_id"], branch_name(row["branch"])
             players.first_turns[name] = row["dialogue_history"][row["branch"]["turn"]]
     row_of = functools.partial(make_row, players=players, args=args)
     with players.environment:
-        failures = add_rows(rows, dialogues, row_of, args.concurrency, runtime, group)
+        failures = add_rows(rows, dialogues, row_of, args.concurrency, run, group)
     tokens = say_totals(len(dialogues) - len(rows.done), players, begin_s)
     add_costs(generated_tokens=tokens)
-    finish_rows(rows, len(dialogues), failures, runtime)
-    if runtime.rank == 0:
+    finish_rows(rows, len(dialogues), failures, run)
+    if run.rank == 0:
         say(summary(out))
 
 

@@ -82,11 +82,10 @@ def preference_losses(scorer, batch, examples, start_logps, args):
     """Eq. 4 of a micro-batch, and what the log shows: {"loss" and others: (examples,), sums over the pairs of each},
     which train() divides by the pairs of the step.
     start_logps: of each action under the model at the start, (B, M)."""
-    pairs = common.batch_pairs(examples)                                                    # (P, 2, 2)
-    sides = pairs[..., 0], pairs[..., 1]                             # items and actions, (P, 2) each
-    logps = scorer(batch)[sides]                                                            # (P, 2)
-    ref_logps = start_logps[sides]                                                          # (P, 2)
-    lengths = batch.lengths[sides]                                                          # (P, 2)
+    items, actions = common.batch_pairs(examples).unbind(-1)         # of chosen and rejected, (P, 2) each
+    logps = scorer(batch)[items, actions]                                                   # (P, 2)
+    ref_logps = start_logps[items, actions]                                                 # (P, 2)
+    lengths = batch.lengths[items, actions]                                                 # (P, 2)
     losses, numbers = dpo_losses(logps, ref_logps, lengths, args.beta, args.nll_coef)       # (P,)
     numbers = training.preference_numbers(**numbers, dtype=args.dtype)
     num_pairs = [len(example.pairs) for example in examples]
@@ -116,28 +115,28 @@ def read_states(trajectories, tokenizer, args, critic_sees_c):
     """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
     "history", "max_rounds"} each. "prompt" is o_t, without c, as it was logged where the file allows
     (common.agent_turns).
-    critic_sees_c: left out is also what is too long with c in front."""
+    critic_sees_c: prompts that are too long with c in front are left out as well."""
     order = list(range(len(trajectories)))
     random.Random(args.seed).shuffle(order)
-    number = max(1, round(args.data_frac * len(order)))
-    chosen = [trajectories[i] for i in sorted(order[:number])]
+    num_chosen = max(1, round(args.data_frac * len(order)))
+    chosen = [trajectories[i] for i in sorted(order[:num_chosen])]
     states, kinds = [], collections.Counter()
     for trajectory in chosen:
         states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
     say(f"{len(states):,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
         f"{len(trajectories):,})")
     common.say_kinds("their prompts", kinds)
-    most = max_positions(args.model) - args.max_new_tokens
+    max_prompt_tokens = max_positions(args.model) - args.max_new_tokens
     fitting = []
     for state in states:                                             # the critic's prompt must fit, too
         prompt = state["prompt"]
         if critic_sees_c:
             prompt = common.critic_prompt(tokenizer, prompt, state["task"])
-        if len(encode(tokenizer, prompt)) <= most:
+        if len(encode(tokenizer, prompt)) <= max_prompt_tokens:
             fitting.append(state)
     if len(fitting) < len(states):
-        say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {most:,} tokens, so that "
-            f"the model has no room for --max-new-tokens {args.max_new_tokens}: {len(fitting):,} turns are left")
+        say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {max_prompt_tokens:,} "
+            f"tokens and leave no room for --max-new-tokens {args.max_new_tokens}: {len(fitting):,} turns are left")
     if not fitting:
         raise InputError(f"{args.trajectories}: no turns to train on: their prompts leave no room for --max-new-tokens "
                          f"{args.max_new_tokens}")
@@ -203,7 +202,7 @@ def with_candidates(states, tokenizer, args, run):
         return {**state, "candidates": candidates}
 
     rows = Rows(path, run)
-    in_flight = 2 * math.ceil(slots / args.num_candidates)           # the next one waits already
+    in_flight = 2 * math.ceil(slots / args.num_candidates)           # states; half of them wait, so that no slot idles
     failures = add_rows(rows, states, make_row, in_flight, run)
     add_costs(generated_tokens=sum(gather(sampler.generated_tokens)))
     finish_rows(rows, len(states), failures, run)
@@ -257,8 +256,10 @@ def candidate_pairs(row, pairs_per_turn, rng, barred=()):
     order.sort(key=lambda i: -row["advantages"][i])
     half = len(order) // 2
     better_half = [i for i in order[:half] if i not in barred]
+    if not better_half:
+        return []
     pairs = []
-    for _ in range(pairs_per_turn if better_half else 0):
+    for _ in range(pairs_per_turn):
         better = rng.choice(better_half)
         worse = rng.choice(order[-half:])
         if row["candidates"][better]["ids"] != row["candidates"][worse]["ids"]:
@@ -431,8 +432,7 @@ def num_loss_terms(example):
     """How many terms an example adds to the loss of its step: its pairs or, where turns are imitated, its tokens."""
     if example.pairs:
         return len(example.pairs)
-    rows = sum(example.items, [])
-    return sum(number >= 0 for row in rows for number in row.turn_ids)
+    return sum(number >= 0 for item in example.items for row in item for number in row.turn_ids)
 
 
 def examples_a_step(args):

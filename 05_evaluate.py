@@ -250,7 +250,7 @@ def cost_lines(metrics):
     rows = []
     for name, method in metrics.items():
         if "costs" in method:
-            trained, generated, seconds = map(method["costs"].get, COSTS)
+            trained, generated, seconds = (method["costs"][key] for key in COSTS)
             rows.append([name, f"{trained / 1e6:,.3f}", f"{generated / 1e6:,.3f}", f"{seconds / 60:,.1f}"])
     return statistics.aligned(["costs", "M trained", "M generated", "minutes"], rows) if rows else []
 

@@ -99,13 +99,13 @@ def hidden_info(task):
 
 
 def vocabulary_text(trajectory):
-    """All words that a fresh tokenizer should know of a trajectory."""
+    """All the text of a trajectory that a fresh tokenizer should know."""
     turns = [turn["content"] for turn in trajectory["dialogue_history"]]
     return "\n".join([*turns, turns[0] + LAST_ROUND, hidden_info(trajectory["task"])])
 
 
 def note_prompt(folder, trajectories):
-    """Keep what an agent's prompts were made with in training in its `folder`, as agent.json (check_prompt)."""
+    """Write agent.json into an agent's `folder`: what its prompts were made with in training (check_prompt)."""
     notes = collections.Counter()
     for trajectory in trajectories:
         note = {"system_prompt": shown_system(trajectory), "chat_template_args": template_args(trajectory)}
@@ -119,8 +119,8 @@ def note_prompt(folder, trajectories):
 
 
 def check_prompt(agent, tokenizer, system, arguments):
-    """Say where an agent (a folder of 04) was trained with another system prompt, or with other arguments of the chat
-    template, than it has now, unless the template makes the same of them."""
+    """Say if an agent (a folder of 04) was trained with another system prompt, or other arguments of the chat template,
+    than it has now, unless the template renders both alike."""
     path = pathlib.Path(agent) / "agent.json"
     if not path.is_file():
         return
@@ -291,7 +291,7 @@ def without_trees(item):
 
 
 def as_one_action(item):
-    """The rows of a trajectory, whose agent tokens are then all of action 0: multi-turn DPO compares dialogues."""
+    """A trajectory's item with all agent tokens as action 0: multi-turn DPO compares whole dialogues."""
     rows = []
     for row in item:
         numbers = [min(number, 0) for number in row.turn_ids]
@@ -547,7 +547,7 @@ def action_outputs(scorer, items, max_tokens, device):
     scorer.eval()
     starts = range(0, len(chunks), world_size)
     for first in tqdm(starts, "tokens scored", unit="pass", leave=False, delay=10, disable=rank > 0):
-        # Ranks gather layers together, so each makes as many passes: where no chunk is left, the last one again.
+        # Ranks gather layers together, so all make equally many passes: a rank without a chunk repeats the last one.
         chunk = chunks[min(first + rank, len(chunks) - 1)]
         with torch.no_grad():
             values = scorer(collate([items[i] for i in chunk], device)).cpu()      # (B, M)
