@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a base model again from nothing: bash scripts/make_tiny.sh [--domain backend|frontend|sql|real] [FOLDER]
 # models/tiny (functions) in about 30 minutes on 2 cores, models/tiny_pages (pages) in about 35, models/tiny_sql
-# (queries) in fewer. real: SmolLM2-135M learns the protocol in hours, out/real/base/model.
+# (queries) in less. real: SmolLM2-135M learns the protocol in hours, out/real/base/model.
 # To try it out in two minutes: OUT=out/try NUM_TASKS=12 bash scripts/make_tiny.sh out/try/tiny
 # Another base model, of other tasks and other first weights:
 # SEED=1 OUT=out/other bash scripts/make_tiny.sh out/other/tiny
