@@ -137,7 +137,7 @@ def write_model_tasks(args):
 
 
 def kept_tasks(rows, num_attempts, num_tasks):
-    """(attempts, tasks): the attempts in their order until so many tasks are kept, and why others are not."""
+    """(attempts, tasks): the attempts in their order until `num_tasks` are kept, with the reason of each rejection."""
     attempts, tasks = [], []
     seen = set(), []                                                    # of what is kept, for written.repeat_reason
     by_number = rows.find()

@@ -11,7 +11,7 @@ Writes  trajectories.jsonl in the published format, {"task", "dialogue_history",
 
 The simulator opens with the request. In each of --max-rounds rounds the agent sends a message and the simulator
 replies. The task's domain (colbench/) says which message is the answer, and scores it.
---best-of N: at each turn the agent samples N messages and --critic says which one is sent. It may see c.
+--best-of N: at each turn the agent samples N messages and --critic, which may see c, says which one is sent.
 --branch N: at N random turns of a trajectories file, samples several messages and rolls each out: Monte-Carlo returns.
 A dialogue that fails is counted, the others are kept; repeat the command to roll out those that are missing.
 docs/scale.md describes --best-of, --branch and models behind http://.
@@ -42,7 +42,7 @@ from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
 from lib.servers import is_server, NoRoom, ReplyError
-from lib.statistics import heading_of, mean_over_tasks, measure_turns
+from lib.statistics import agent_places, heading_of, mean_over_tasks, measure_turns
 from lib.tracking import Track
 from lib.vision import action_views, documents_of, load_vision
 
@@ -220,9 +220,8 @@ def branched_dialogues(trajectories, system, args):
     A state is an agent's turn of a trajectory, of which the turns before it are kept."""
     states = []
     for trajectory in trajectories:
-        for position, turn in enumerate(trajectory["dialogue_history"]):
-            if turn["role"] == "assistant":
-                states.append((trajectory, position))
+        for position in agent_places(trajectory["dialogue_history"]):
+            states.append((trajectory, position))
     if len(states) < args.branch:
         say(f"{args.tasks}: has only {len(states):,} turns of the agent for --branch {args.branch:,}")
     states = random.Random(args.seed).sample(states, min(args.branch, len(states)))
@@ -238,11 +237,6 @@ def branched_dialogues(trajectories, system, args):
                 dialogue.system = common.system_prompt(trajectory) if system is None else system
                 dialogues.append(dialogue)
     return dialogues
-
-
-def count_agent_turns(history):
-    """How many turns of a dialogue are the agent's."""
-    return sum(turn["role"] == "assistant" for turn in history)
 
 
 def branched_dialogue(number, trajectory, position, candidate, continuation):
@@ -289,7 +283,7 @@ async def roll_out(dialogue, players, args):
             if dialogue.answer is None:
                 history.append(await simulator_turn(dialogue, players, args))
     except NoRoom:
-        if count_agent_turns(history) == 0:                          # the task alone is too long: nothing to score
+        if not agent_places(history):                                # the task alone is too long: nothing to score
             raise
         if history[-1]["role"] == "user":
             history.pop()
@@ -301,7 +295,7 @@ def to_trajectory(dialogue, verdicts, players, args):
     """The finished dialogue in the published format, with what the environment's score says of it."""
     trajectory = {"task_id": task_id(dialogue.task), "sample": dialogue.sample, "task": dialogue.task,
                   "dialogue_history": dialogue.history, "answer": dialogue.answer, **verdicts,
-                  "num_rounds": count_agent_turns(dialogue.history), "max_rounds": args.max_rounds,
+                  "num_rounds": len(agent_places(dialogue.history)), "max_rounds": args.max_rounds,
                   "agent": args.agent, "simulator": args.simulator, "tokenizer": None,
                   "best_of": args.best_of, "critic": args.critic}
     if players.agent and players.agent.tokenizer:
@@ -353,7 +347,7 @@ def summary(path):
     for key, heading, form in domain.COLUMNS:
         if key in measured:
             parts.append(f"{heading} {measured[key]:{form}}")
-    parts.append(f"rounds {count_agent_turns(turns) / len(trajectories):.2f}")
+    parts.append(f"rounds {len(agent_places(turns)) / len(trajectories):.2f}")
     if "forced_answers" in measured:
         parts.append(f"{measured['forced_answers']:.1%} ended by --max-rounds")
     parts += [f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",

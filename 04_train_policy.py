@@ -61,6 +61,7 @@ from lib.runtime import (
 )
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.servers import is_server, visible_text
+from lib.statistics import agent_places
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -146,9 +147,8 @@ def read_states(trajectories, tokenizer, args, critic_sees_c):
 def states_of(trajectory, turns):
     """The states of a trajectory, one for each agent turn. turns: its common.agent_turns."""
     history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
-    places = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
     states = []
-    for number, place in enumerate(places):
+    for number, place in enumerate(agent_places(history)):
         prompt, _ = turns[number]
         states.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
                        "task": trajectory["task"], "prompt": prompt, "history": history[:place],
@@ -384,7 +384,7 @@ def short_examples(examples, args):
 
 
 def inputs_of(args):
-    """What the output depends on beside the arguments: files, folders, names of models; a fork has not all of them."""
+    """What the output depends on beside the arguments: files, folders, names of models. Forks lack some flags."""
     names = [vars(args).get(flag) for flag in ("trajectories", "model", "candidates", "sampler", "critic")]
     return [name for name in names if name != common.UNTRAINED]
 
@@ -394,11 +394,11 @@ def begin(args):
     begin_output(vars(args), args.out, inputs_of(args), folder=True)
 
 
-# make_examples       of (trajectories, tokenizer, args, run); it begins the output when all inputs are read
-# losses_of           of (scorer, batch, examples, start_logps, args): {"loss", …}, (examples,) each
-# has_reference       start_logps: of the model at the start, computed once; else None
-# num_items           of an example
-# epochs, batch_size  where the flags are not given; here those of table 5's backend row
+# make_examples       (trajectories, tokenizer, args, run) -> examples; it begins the output when all inputs are read
+# losses_of           (scorer, batch, examples, start_logps, args) -> {"loss": …, …}, (examples,) each
+# has_reference       whether start_logps, those of the model at the start, are computed; else they are None
+# num_items           items of an example, for --dry-run
+# epochs, batch_size  defaults of the flags; here those of table 5's backend row
 Method = collections.namedtuple("Method", "make_examples losses_of has_reference num_items epochs batch_size",
                                 defaults=(1, 8))
 METHODS = {

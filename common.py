@@ -921,8 +921,7 @@ def trajectory_pairs(trajectories, path, needed=True):
     """[(chosen, rejected)] numbers of trajectories of one task.
 
     Where the domain has a MIN_RETURN_GAP, as its returns are graded: every two whose rewards differ by so much.
-    Otherwise a pair for each failure (reward below 1), with the next success (reward 1) of its task, after the last one
-    with the first again.
+    Otherwise a pair for each failure (reward below 1), with one of the successes (reward 1) of its task in turn.
     needed: InputError, which names `path`, where there is no pair."""
     min_gap = domain_of(trajectories[0]["task"]).MIN_RETURN_GAP
     by_task = {}

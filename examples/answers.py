@@ -25,6 +25,7 @@ from colbench import ColBenchError, domain_of
 from lib import data, flags, training
 from lib.models import decode, encode
 from lib.runtime import InputError, run_stage, say
+from lib.statistics import agent_places
 
 policy = importlib.import_module("04_train_policy")
 
@@ -93,7 +94,7 @@ def turns_of_right_answers(trajectories, path):
     names = set()
     for trajectory in trajectories:
         if domain_of(trajectory["task"]).eval_score(trajectory) == 1:
-            num_turns = sum(turn["role"] == "assistant" for turn in trajectory["dialogue_history"])
+            num_turns = len(agent_places(trajectory["dialogue_history"]))
             names.add((trajectory["task_id"], trajectory["sample"], num_turns - 1))
     if not names:
         raise InputError(f"{path}: --answers-by-outcome: no successful dialogue")

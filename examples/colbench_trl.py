@@ -24,7 +24,7 @@ SYSTEM = ("You help a person with one Python function. The request leaves things
 
 
 class ColBench:
-    """One dialogue. TRL makes as many as it plays at a time, and offers every public method but two as a tool."""
+    """One dialogue. TRL runs several at a time. All public methods but reset and get_reward are tools."""
 
     def __init__(self, environment):
         self.environment = environment
@@ -64,9 +64,11 @@ def main():
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
-    with open(args.tasks, encoding="utf-8") as file:                # a task as text: tasks differ in their fields
-        rows = [{"task": line, "prompt": [{"role": "system", "content": SYSTEM}, {
-            "role": "user", "content": json.loads(line)["problem_description"]}]} for line in file]
+    rows = []
+    with open(args.tasks, encoding="utf-8") as file:
+        for line in file:                                           # a task stays text: tasks differ in their fields
+            request = {"role": "user", "content": json.loads(line)["problem_description"]}
+            rows.append({"task": line, "prompt": [{"role": "system", "content": SYSTEM}, request]})
     config = GRPOConfig(args.out, max_steps=args.steps, num_generations=8, per_device_train_batch_size=8,
                         max_completion_length=1024, max_tool_calling_iterations=10, logging_steps=1, report_to="none",
                         bf16=is_torch_bf16_gpu_available())

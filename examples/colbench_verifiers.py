@@ -78,4 +78,5 @@ class ColBenchEnv(vf.SingleAgentEnv):
                 reply = (await environment(domain).tool_reply(row, history) or
                          (await environment(domain).rule_reply(row, history, rng))[:domain.REPLY_CHARS])
                 history.append({"role": "user", "content": reply})
-                said = await chat.turn(reply + "\n(last round)" * (number + 1 == task.data.max_rounds))
+                hint = "\n(last round)" if number + 1 == task.data.max_rounds else ""
+                said = await chat.turn(reply + hint)

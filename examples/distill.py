@@ -93,7 +93,8 @@ def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=METHODS, default="distill", help="the only one")
     flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
-    parser.add_argument("--divergence", choices=["forward", "reverse"], default="reverse", help="see token_kls")
+    parser.add_argument("--divergence", choices=["forward", "reverse"], default="reverse",
+                        help="forward: KL(teacher || policy); reverse: KL(policy || teacher)")
     return parser.parse_args(argv)
 
 
