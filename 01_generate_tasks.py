@@ -263,8 +263,8 @@ SOURCES = {
     "llm": write_model_tasks,
     "colbench": take_published,
     "websight": take_websight}
-SOURCES_OF = {"path": ["colbench", "websight"], "trajectories": ["colbench"], "model": ["llm"], "seeds": ["llm"],
-              "max_attempts": ["llm"]}                                  # flags of some sources alone
+FLAG_SOURCES = {"path": ["colbench", "websight"], "trajectories": ["colbench"], "model": ["llm"], "seeds": ["llm"],
+                "max_attempts": ["llm"]}                                # flags of some sources alone
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not args.out and not args.check:
         parser.error("the following arguments are required: --out")
-    for name, sources in SOURCES_OF.items():
+    for name, sources in FLAG_SOURCES.items():
         if getattr(args, name) and args.source not in sources:
             parser.error(f"--{name.replace('_', '-')} needs --source {' or '.join(sources)}")
     if args.source == "websight":

@@ -410,7 +410,7 @@ def parse_args(argv=None):
 def check_flags(parser, args):
     """End with an error where flags do not go together."""
     if args.best_of > 1 and (args.critic is None or is_scripted(args)):
-        parser.error("--best-of needs an agent that is a model, and --critic DIR or judge:MODEL")
+        parser.error("--best-of needs an agent that is a model, and --critic DIR, judge:MODEL or untrained")
     if args.reference_sees_c is not None and args.best_of == 1:
         parser.error("--reference-sees-c goes with --best-of")
     if args.critic == common.UNTRAINED and is_server(args.agent):

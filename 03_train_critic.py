@@ -174,8 +174,8 @@ def parse_args(argv=None):
     flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if not args.reference_sees_c and (args.no_privileged or args.head != "lm"):
-        parser.error("--reference-sees-c no goes with --head lm, without --no-privileged: no other critic compares "
-                     "prompts with c and without")
+        parser.error("--reference-sees-c no needs --head lm and a critic that sees c: no other compares prompts with c "
+                     "and without")
     if args.head != "lm":
         args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean, and gives no probability
     return args
