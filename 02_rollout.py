@@ -57,7 +57,7 @@ class Dialogue:
     sample: int                                 # which of the task's dialogues; of --branch which of all
     history: list                               # the turns so far, {"role", "content", …} each
     system: str | None                          # the agent's system prompt; None: ours
-    random_name: int | str                      # what its random numbers depend on
+    random_name: int | str                      # seeds its random numbers, with seed, task and turn (random_key)
     branch: dict = dataclasses.field(default_factory=dict)      # --branch: "branch" and "continuation" of its row
     answer: str | None = None
     no_room: bool = False                       # ended because no further turn would fit into a model

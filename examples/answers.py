@@ -1,12 +1,12 @@
-"""A fork of 04: SWEET-RL that keeps how the agent answers, by the logged answers that were right.
+"""A fork of 04: SWEET-RL that keeps the agent's ability to answer, by the logged answers that were right.
 
 Reads   trajectories.jsonl (02), a model, and a critic (03).
 Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with), and
         candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
 
-04 --method sweet with two flags more, for what the paper lacks:
---answer-coef C       eq. 4 has a further term, C times the mean NLL of a right answer that is logged, drawn once for
-                      each example: an agent that learns to ask keeps how it answers.
+04 --method sweet with two more flags, for what the paper lacks:
+--answer-coef C       eq. 4 has a further term, C times the mean NLL of a right answer from the log, drawn once for
+                      each example, so that an agent that learns to ask does not forget how to answer.
 --answers-by-outcome  No pair chooses an answer, except in the last turn of a logged dialogue whose answer was right: a
                       critic that sees c overrates lucky guesses.
 
@@ -75,7 +75,7 @@ def read_right_answers(trajectories, tokenizer, args):
 
 
 def first_answer_token(tokenizer, action, answer):
-    """From which token of an action (ids) its text still holds the `answer`; None where it does not hold it."""
+    """The last token of an action (ids) from which its text still contains the `answer`; None if it never does."""
     for first in reversed(range(len(action))):
         if answer in decode(tokenizer, action[first:]):
             return first

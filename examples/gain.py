@@ -1,4 +1,4 @@
-"""A fork of 04: turns ranked by what their reply tells, in place of a critic.
+"""A fork of 04: candidates ranked by what the user's reply reveals about c, in place of a critic.
 
 Reads   trajectories.jsonl (02) and a model. There is no critic to train.
 Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with), and
@@ -9,7 +9,7 @@ reply from the rule-based user simulator, and is worth what that says about the 
     max(0, log p(c | o_t, a, reply) - log p(c | o_t))            in nats
 An answer is worth how much likelier c makes it, a mean over its tokens, as with 04 --critic untrained:
     log p(a | o_t, c) - log p(a | o_t)
-So a question whose reply is known already is worth nothing. Pairs of candidates and eq. 4 are 04's.
+So a question whose reply is already known is worth next to nothing. Pairs of candidates and eq. 4 are 04's.
 The idea is that of arXiv 2602.12342 and 2510.14967, which reward turns of whole dialogues.
 
     python -m examples.gain --trajectories out/offline.jsonl --model models/tiny --out out/gain

@@ -5,11 +5,11 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
         advantages.jsonl, the critic's A(o_t, a_t, c) (eq. 3) of each turn.
 
 Each agent token of a trajectory has an advantage, which is the same for all tokens of a turn:
-without --critic   the trajectory's return less the mean return of its task's trajectories, over their deviation
---critic DIR       the critic's advantage of the turn, standardised so over all turns of the task's trajectories
+without --critic   the trajectory's return, standardised: less the mean of its task's returns, over their deviation
+--critic DIR       the critic's advantage of the turn, standardised over all turns of the task's trajectories
 --signed           the outcome gives the sign of a turn, the critic its size: the advantage by the return, times
                    |A(o_t, a_t, c)| over the trajectory's mean of it. All turns of a success rise and all turns of a
-                   failure fall, those that the critic calls important more. The idea is that of arXiv 2604.03128,
+                   failure fall, more so where the critic sees a large advantage. The idea is that of arXiv 2604.03128,
                    2605.19447, 2606.12634, whose teacher sees the solution.
 The ratio of a token's probability to that under the model at the start is clipped as in PPO.
 The variant, against what is called GRPO elsewhere:
