@@ -52,7 +52,7 @@ ACTIVE = re.compile(r"<(script|iframe|frame|object|embed|portal|meta|base|link|t
 PHOTO = ('<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}">'
          '<rect width="{0}" height="{1}" fill="#bbb"/></svg>')
 SIZE_IN_PATH = r"(?<![\w.-])([1-9]\d{1,3})(?:x|/(?=[2-9]\d|\d{3}))([1-9]\d{1,3})(?![\w-])"
-SIZE_IN_QUERY = r"\bw=(\d+)\b.*\bh=(\d+)\b"
+SIZE_IN_QUERY = r"\A(?>.*?\bw=(\d+)\b).*\bh=(\d+)\b"                    # one try: an address may have 2 MB
 SQUARE = r"([1-9]\d{1,3})/?(?=$|[?.])"
 PHOTO_HOSTS = re.compile(r"(.*\.)?(picsum\.photos|source\.unsplash\.com|placehold\.(co|it)|fakeimg\.pl|"
                          r"(placeholder|dummyimage|placekitten|loremflickr|placeimg)\.com)$")

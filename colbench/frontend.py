@@ -42,7 +42,7 @@ def shown(message):
     return message.split(OUTPUT, 1)[1].strip() if OUTPUT in message else message
 
 
-FENCED = re.compile(r"(```+|~~~+)[^\n]*\n(\s*<[!?a-z].*?)(?:\1|\Z)", re.DOTALL | re.IGNORECASE)
+FENCED = re.compile(r"(```++|~~~++)[^\n]*\n(\s*<[!?a-z].*?)(?:\1|\Z)", re.DOTALL | re.IGNORECASE)
 DOCUMENT = re.compile(r"<(?:!doctype|html)\b.*", re.DOTALL | re.IGNORECASE)
 TO_ITS_END = re.compile(r".*</html\s*>", re.DOTALL | re.IGNORECASE)
 OPENING_TAG = re.compile(r"<([a-z][a-z0-9]*)\b[^>]*>", re.IGNORECASE)

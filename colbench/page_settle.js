@@ -4,6 +4,7 @@
   await Promise.allSettled([document.fonts.ready, ...[...document.images].map(show)]);
   for (const element of document.querySelectorAll("*"))            // drawn or not as the viewport happens to be
     if (getComputedStyle(element).contentVisibility === "auto") element.style.contentVisibility = "visible";
+  for (const bar of document.querySelectorAll("progress:indeterminate")) bar.value = 0;        // it moves, endlessly
   let changes = 1;
   new MutationObserver(() => changes++).observe(
     document, {subtree: true, childList: true, attributes: true, characterData: true});

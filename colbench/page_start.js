@@ -27,6 +27,9 @@
     Date: RealDate.prototype.constructor = new Proxy(RealDate, {
       construct: (target, args, made) => Reflect.construct(target, args.length ? args : [start + now], made),
       apply: () => new RealDate(start + now).toString()})});
+  Object.defineProperty(Document.prototype, "lastModified", {value: "01/01/2025 12:00:00"});
+  Object.defineProperty(performance, "timeOrigin", {value: start});
+  Object.defineProperty(performance, "timing", {value: new Proxy({}, {get: () => start})});
   for (const name of ["localStorage", "sessionStorage"]) Object.defineProperty(window, name, {value: storage()});
   if (window === top) window.name = "";
   Object.defineProperty(window, "__run", {value: async until => {
