@@ -29,7 +29,7 @@ class Test:
     operator: the name of a comparison of two sides in ast, else None
     nodes: the syntax trees of the two sides, or of the call; none where the call cannot be read
     sides: the expressions of the two sides, or the call
-    asked: the numbers of the sides that are asked of answers: those that are not literals
+    asked: the numbers of the sides that are asked of answers: those whose value is not known without one
     value: what an answer must give: ["ok", value], or ["error", why the test cannot be graded]
     on_reference: of a comparison the values of both sides
     fixed: the sides that must have the reference's value"""
@@ -45,11 +45,15 @@ class Test:
             if isinstance(tree, ast.Compare) and len(tree.ops) == 1:
                 nodes = tree.left, tree.comparators[0]
                 self.sides = tuple(map(ast.unparse, nodes))
-                self.asked = tuple(index for index, node in enumerate(nodes) if not is_literal(node))
                 self.operator = type(tree.ops[0]).__name__
                 self.of_reference = tuple_of(self.sides)
-                self.of_answers = tuple_of([self.sides[index] for index in self.asked])
+                self.ask([index for index, node in enumerate(nodes) if not is_literal(node)])
             self.nodes = nodes
+
+    def ask(self, sides):
+        """Put these sides (numbers) of a comparison to answers."""
+        self.asked = sides
+        self.of_answers = tuple_of([self.sides[index] for index in sides])
 
     @property
     def is_gradeable(self):
@@ -92,12 +96,15 @@ class Test:
         """Take what an empty answer gives, {expression: result}: a test that it passes asks the answer nothing, and the
         sides of a comparison that have the reference's value without an answer must have it on any. So must those of an
         equality that holds on the reference: it says what value they have."""
+        known = []
         if self.operator:
+            known = [i for i in self.asked if of_nobody.get(self.sides[i]) == ["ok", self.on_reference[i]]]
             states_values = self.operator in ("Eq", "Is") and equal_values(*self.on_reference)
-            self.fixed = [i for i in self.asked if states_values or
-                          of_nobody.get(self.sides[i]) == ["ok", self.on_reference[i]]]
+            self.fixed = self.asked if states_values else known
         if self.of_answers in of_nobody and self.result(of_nobody[self.of_answers]) == self.value:
             self.value = ["error", ASKS_NOTHING]
+        if known and ":=" not in self.call:                         # an answer could read there what it must give
+            self.ask([i for i in self.asked if i not in known])
 
     def result(self, result):
         """What the test gives, where an answer gives `result` to what it is asked: ["ok", value] or ["error", why not].

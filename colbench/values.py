@@ -103,13 +103,11 @@ def encode_number(value):
 
 def order(data):
     """What to sort data by where their order says nothing: numbers by their size."""
-    if type(data) is list and data[0] == "ratio":
-        return [1, fractions.Fraction(data[1])]
-    if type(data) is list:
+    if type(data) is list and data[0] not in WRITTEN_NUMBERS:
         return [3, *map(order, data)]
     if data is None:
         return [0]
-    return [2 if type(data) is str else 1, data]
+    return [2, data] if type(data) is str else [1, real(data)]
 
 
 def is_encoded(data, depth=0):
