@@ -9,6 +9,7 @@ LIMITS = {"LENGTH": 100_000, "SQL_LENGTH": 10_000, "COLUMN": 100, "EXPR_DEPTH": 
 ALLOWED = sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE
 FORBIDDEN = "load_extension", "fts3_tokenizer", "random", "randomblob"
 MAX_ROWS = 1000
+MAX_ORDERS = 120                # of columns that hold the same cells: all, where there are five of them
 MAX_CHARS = 200_000
 
 
@@ -69,17 +70,12 @@ def plain_number(cell):
 def canonical(names, rows, ordered):
     """Rows in a form that is equal for equal results: columns and (unless `ordered`) rows in an order of their own."""
     rows = [list(map(plain_number, row)) for row in rows]
-    numbers = range(len(names))
-
-    def cells(i):
-        return sorted(repr(row[i]) for row in rows)
-
-    orders = itertools.permutations(numbers)
-    if len(names) > 5:                                              # too many to try: by what the columns hold
-        orders = [sorted(numbers, key=cells)]
+    cells = [sorted(repr(row[i]) for row in rows) for i in range(len(names))]
+    numbers = sorted(range(len(names)), key=cells.__getitem__)
+    alike = [itertools.permutations(group) for _, group in itertools.groupby(numbers, key=cells.__getitem__)]
     tables = []
-    for order in orders:
-        table = [[row[i] for i in order] for row in rows]
+    for order in itertools.islice(itertools.product(*alike), MAX_ORDERS):
+        table = [[row[i] for i in itertools.chain(*order)] for row in rows]
         tables.append(table if ordered else sorted(table, key=repr))
     return [len(names), min(tables, key=repr)]
 

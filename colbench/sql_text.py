@@ -5,9 +5,10 @@ statement_of(text) takes the first of these that is there:
 1. the text itself, where it begins as a query;
 2. the first fence (``` or ~~~, of any language, on one line or several, closed or not) that holds a query;
 3. the first query in backticks;
-4. the first query in prose: at the begin of a line, behind a colon, or in capitals;
+4. the first query in prose: at the begin of a line, or behind a colon;
 5. the first query in quotes: a string of JSON, as in a call of a tool;
-6. what stands in the first fence, or the whole text: no query, which the database says.
+6. the first query in prose that begins in capitals;
+7. what stands in the first fence, or the whole text: no query, which the database says.
 
 A query ends with a semicolon, before a fence, a line or a paragraph that is prose, or with the text. What follows a
 semicolon stays where it is a further statement, so that two statements are refused. Parentheses around a whole query
@@ -26,9 +27,10 @@ QUOTED = STRING + r"|`[^`\n]*`|\[[^\]\n]{0,100}\]"
 COMMENT = r"--[^\n]*|/\*.*?(?:\*/|\Z)"
 NAME = r"""(?:\w+|"[^"]*"|`[^`]*`|\[[^\]]*\])"""
 TO_SKIP = re.compile(rf"[\s(]+|{COMMENT}", re.DOTALL)
+GAP = rf"(?s:\s|{COMMENT})"
 QUERY = re.compile(
-    rf"SELECT\b|VALUES\s*\(|WITH\s+(?:RECURSIVE\s+)?{NAME}\s*(?:\([^()]*\)\s*)?AS\s*(?:(?:NOT\s+)?MATERIALIZED\s*)?\(",
-    re.IGNORECASE)
+    rf"SELECT\b|VALUES\s*\(|WITH{GAP}++(?:RECURSIVE{GAP}++)?{NAME}{GAP}*+(?:\([^()]*\){GAP}*+)?AS{GAP}*+"
+    rf"(?:(?:NOT\s+)?MATERIALIZED\s*)?\(", re.IGNORECASE)
 END = r"(?:;|\Z)"
 OTHER_STATEMENT = re.compile(                                       # by more than its first word, which prose may have
     r"ALTER\s+TABLE\b|(?:ANALYZE|REINDEX|VACUUM)(?:\s+[\w.]+)?\s*" + END + r"|(?:ATTACH|DETACH)\s+(?:DATABASE\b|['\"])|"
@@ -41,25 +43,25 @@ CLAUSE = re.compile(                                                # how a quer
     r"[(),*/+<>=|-]|(?:FROM|WHERE|GROUP|HAVING|ORDER|LIMIT|OFFSET|WINDOW|LEFT|RIGHT|FULL|INNER|OUTER|CROSS|NATURAL|"
     r"JOIN|ON|USING|AND|OR|NOT|AS|BY|UNION|EXCEPT|INTERSECT|SELECT|DISTINCT|CASE|WHEN|THEN|ELSE|END|IN|LIKE|BETWEEN|"
     r"IS|DESC|ASC|VALUES|OVER|PARTITION)\b", re.IGNORECASE)
-UNFINISHED = re.compile(r"(?:[,(=<>+*/|-]|\b(?:SELECT|DISTINCT|FROM|JOIN|WHERE|BY|HAVING|AND|OR|ON|AS))\s*\Z",
-                        re.IGNORECASE)
+UNFINISHED = re.compile(r"(?:[,(=<>+*/|-]|\b(?:WITH|RECURSIVE|SELECT|DISTINCT|FROM|JOIN|WHERE|BY|HAVING|AND|OR|ON|AS|"
+                        r"CASE|WHEN|THEN|ELSE|LIMIT))\s*\Z", re.IGNORECASE)
 
 FENCE_END = re.compile(r"```|^[ \t]*~~~", re.MULTILINE)
 FENCE = re.compile(r"(```+|~~~+)(.*?)(?:\1[`~]*|\Z)", re.DOTALL)
 LANGUAGE = re.compile(r"\s*(?:sql|sqlite3?|mysql|postgres(?:ql)?|text|plaintext)\b", re.IGNORECASE)
 BACKTICKS = re.compile(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 TAG = re.compile(r"</?(?:answer|final|query|sql|code|pre)>", re.IGNORECASE)
-BEGINS = (re.compile(r"^(?:sqlite)?[ \t>*]*(?=[(\w])", re.MULTILINE),         # of a line
+BEGINS = (re.compile(r"^(?:sqlite)?[ \t>*]*(?=[(\w])|:[ \t*]*(?=SELECT\b|WITH\b)", re.MULTILINE),     # of a line
           re.compile(r":[\s*]*(?=[(\w])"),                          # of what a colon announces
           re.compile(r"(?<=\s)(?=SELECT\b|WITH\b)"))                # in capitals
 ENDS = re.compile(
     r";"
     r"|\n\s*\n"                                                     # a paragraph
-    r"|\n(?=[^\n]*[A-Za-z)][.!?:]\s*(?:\n|\Z))"                     # a line that ends as a sentence
+    r"|\n(?=[^\n]*[A-Za-z)][.!?:]\)?\s*(?:\n|\Z))"                  # a line that ends as a sentence
     r"|\n(?=[A-Z][a-z]+ [a-z]+ [a-z]+\b)"                           # a line that begins as one
     r"|\n(?=\s*(?:\#+ |\*\*))"                                      # a heading
     r"|[.!](?=\s+[A-Z])")                                           # a sentence in the same line
-PROSE = re.compile(r"[A-Z][a-z]+\b.*[A-Za-z)`][.!?:]\Z|[-*+]\s+[A-Z`*]|\d+[.)] |\#+ |\*\*", re.DOTALL)
+PROSE = re.compile(r"\(?[A-Z][a-z]+\b.*[A-Za-z)`][.!?:]\)?\Z|[-*+]\s+[A-Z`*]|\d+[.)] |\#+ |\*\*", re.DOTALL)
 
 
 def masked(text, quoted=QUOTED):
@@ -115,7 +117,8 @@ def statement_of(text):
     blocks = [without_language(block) for _, block in FENCE.findall(text)]
     prose = FENCE.sub("\n\n", text).strip()
     spans = [span for _, span in BACKTICKS.findall(prose)]
-    for candidate in [*blocks, *spans, query_in_prose(prose), *strings_of(text)]:
+    announced, in_capitals = query_in_prose(prose, BEGINS[:2]), query_in_prose(prose, BEGINS[2:])
+    for candidate in [*blocks, *spans, announced, *strings_of(text), in_capitals]:
         if begins_as(QUERY, candidate):
             return whole_query(candidate)
     return blocks[0] if blocks and blocks[0] else text
@@ -130,11 +133,11 @@ def without_language(block):
     return (rest if re.fullmatch(r"[\w+#.-]*\s*", first) else block).strip()
 
 
-def query_in_prose(text):
+def query_in_prose(text, begins):
     """A text from where its first query begins; "" where there is none, or where it begins as another statement."""
     if begins_as(OTHER_STATEMENT, text):
         return ""
-    for begin in BEGINS:
+    for begin in begins:
         looked_to = -1
         for match in begin.finditer(text):
             if match.end() <= looked_to:                            # the same word again

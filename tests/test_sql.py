@@ -98,8 +98,8 @@ def test_which_rows_are_equal(rows, other_rows, equal):
 def test_tables_are_equal_if_an_order_of_their_columns_makes_them_so():
     rng = random.Random(0)
     for _ in range(150):
-        width, height = rng.randint(1, 4), rng.randint(1, 5)
-        names = "abcd"[:width]
+        width, height = rng.randint(1, 6), rng.randint(1, 5)
+        names = "abcdef"[:width]
         rows = [tuple(rng.choice((1, 2, "x", None)) for _ in names) for _ in range(height)]
         columns = rng.sample(range(width), width)
         same = [tuple(row[i] for i in columns) for row in rows]
