@@ -102,12 +102,13 @@ Plan = collections.namedtuple("Plan", "shape limit year unit statuses")
 def fill(rng, words, codes, shape):
     """{table: rows} of a random database for a task whose decisions are `codes` {slot: code}.
 
-    Its shape is "example" (it shows what looks are for: all codes of a status, this year, a few plain rows), "plain",
+    Its shape is "example" (it shows what looks are for: all codes of a status, this year, a few plain rows; and nothing
+    of what is big), "plain",
     "wide" (many parents, most of them as they are asked for), "quiet" (nothing has happened yet this year) or "empty"
     (no children at all). In all of them keys lead somewhere, names differ, amounts are positive, a status is stored in
     one way, and no date lies behind this year."""
-    any_limit = rng.choice(BIG)
-    limit = int(codes.get("big", any_limit))
+    other_limit = rng.choice(BIG)
+    limit = other_limit if shape == "example" else int(codes.get("big", other_limit))
     year = int(codes.get("year", LAST_YEAR))
     unit = 100 if codes.get("unit") else 1
     plan = Plan(shape, limit, year, unit, stored_statuses(words, codes))

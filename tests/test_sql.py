@@ -224,6 +224,18 @@ def test_the_databases_of_a_reference_are_the_same_whatever_the_seed():
     assert first["problem_description"] != second["problem_description"]
 
 
+def limit_in(tables, children, columns=slice(2, 4)):
+    """The limit that the amounts of a database lie at, by the looks of them."""
+    amounts = [amount for row in tables[children] for amount in row[columns]]
+    return max(sql.BIG, key=lambda limit: sum(abs(amount - limit) <= 5 for amount in amounts if amount))
+
+
+def test_a_look_does_not_show_what_is_big(parts):
+    found = [limit_in(task["databases"][0], children) == int(facts["big"]["code"])
+             for task, facts, (_, children, *_) in parts if "big" in facts]
+    assert len(found) > 20 and sum(found) < 0.3 * len(found)        # by chance a tenth
+
+
 def test_what_the_request_states(tasks):
     stated = [sum(fact["told"] for fact in task["facts"]) for task in tasks["train"]]
     assert set(stated) == {0, 1} and 0.12 < sum(stated) / len(stated) < 0.5                       # 30 %
