@@ -94,24 +94,24 @@ def stored_statuses(words, codes):
 # databases
 
 # What the values of a random database are drawn by, so that they lie at and beside the borders of decisions: its shape
-# (`fill`), from where on an amount is big, this year, 100 where amounts are kept in cents (else 1), and the statuses as
-# they are stored, the first of which is asked for.
-Plan = collections.namedtuple("Plan", "shape limit year unit statuses")
+# (`fill`), from where on an amount is big, another limit (amounts lie at it, too, so that they do not tell which one it
+# is), this year, 100 where amounts are kept in cents (else 1), and the statuses as they are stored, the first of which
+# is asked for.
+Plan = collections.namedtuple("Plan", "shape limit other_limit year unit statuses")
 
 
 def fill(rng, words, codes, shape):
     """{table: rows} of a random database for a task whose decisions are `codes` {slot: code}.
 
-    Its shape is "example" (it shows what looks are for: all codes of a status, this year, a few plain rows; and nothing
-    of what is big), "plain",
-    "wide" (many parents, most of them as they are asked for), "quiet" (nothing has happened yet this year) or "empty"
-    (no children at all). In all of them keys lead somewhere, names differ, amounts are positive, a status is stored in
-    one way, and no date lies behind this year."""
+    Its shape is "example" (it shows what looks are for: all codes of a status, this year, a few plain rows; not what
+    is big), "plain", "wide" (many parents, most of them as they are asked for), "quiet" (nothing has happened yet this
+    year) or "empty" (no children at all). In all of them keys lead somewhere, names differ, amounts are positive, a
+    status is stored in one way, and no date lies behind this year."""
     other_limit = rng.choice(BIG)
     limit = other_limit if shape == "example" else int(codes.get("big", other_limit))
     year = int(codes.get("year", LAST_YEAR))
     unit = 100 if codes.get("unit") else 1
-    plan = Plan(shape, limit, year, unit, stored_statuses(words, codes))
+    plan = Plan(shape, limit, other_limit, year, unit, stored_statuses(words, codes))
     num_parents, num_children = draw_sizes(rng, shape)
     parents = []
     for number, name in enumerate(rng.sample(NAMES, num_parents), 1):
@@ -160,9 +160,10 @@ def draw_amount(rng, plan):
     """An amount at or beside the limit, or at or beside another one; None: it is missing."""
     if rng.random() < 0.12:
         return None
+    limit = rng.choice((plan.limit, plan.other_limit))
     if plan.shape == "wide":
-        return plan.limit + rng.choice((0, 1, 5, 30))
-    amounts = [plan.limit + step for step in (0, 0, -1, 1, -5, 5)]
+        return limit + rng.choice((0, 1, 5, 30))
+    amounts = [limit + step for step in (0, 0, -1, 1, -5, 5)]
     amounts.append(rng.choice(BIG))
     amounts.append(rng.choice(BIG) + rng.choice((-1, 1)))
     amount = plan.unit * rng.choice(amounts)

@@ -236,6 +236,21 @@ def test_a_look_does_not_show_what_is_big(parts):
     assert len(found) > 20 and sum(found) < 0.3 * len(found)        # by chance a tenth
 
 
+def test_a_query_that_takes_the_limit_from_the_amounts_fails(parts):
+    guess = "(SELECT column1 FROM (VALUES {limits}) ORDER BY (SELECT COUNT(*) FROM (SELECT {0} AS a FROM {table} UNION " \
+            "ALL SELECT {1} FROM {table}) WHERE abs(a - column1) <= 5) DESC LIMIT 1)"
+    limits, passed = ", ".join(f"({limit})" for limit in sql.BIG), []
+    for task, facts, (_, children, *_) in parts:
+        if "big" in facts:
+            amounts = re.search(rf"{children}\(\w+ \w+, \w+ \w+, (\w+) \w+, (\w+)", task["schema"]).groups()
+            query = re.sub(rf"(>=?) {facts['big']['code']}\b", r"\1 " + guess.format(
+                *amounts, limits=limits, table=children), task["ground_truth"])
+            with contextlib.closing(sql_mutants.open_empty(task["schema"])) as connection:
+                passed.append(all(sql_mutants.agreeing(connection, task["ground_truth"], tables, [query])
+                                  for tables in task["databases"][1:]))
+    assert len(passed) > 20 and sum(passed) < 0.3 * len(passed)     # all of them, if all amounts lay at the limit
+
+
 def test_what_the_request_states(tasks):
     stated = [sum(fact["told"] for fact in task["facts"]) for task in tasks["train"]]
     assert set(stated) == {0, 1} and 0.12 < sum(stated) / len(stated) < 0.5                       # 30 %
