@@ -5,7 +5,6 @@ import datetime
 import fcntl
 import functools
 import glob
-import gzip
 import hashlib
 import importlib.metadata
 import json
@@ -17,7 +16,6 @@ import resource
 import shutil
 import sys
 import time
-import zlib
 from collections import Counter, namedtuple
 
 import torch
@@ -190,17 +188,13 @@ def read_json(path, kind):
 
 
 def lines_of(path):
-    """The lines of a file, as bytes; of one that ends with .gz what gzip has packed."""
-    open_file = gzip.open if str(path).endswith(".gz") else open
-    try:
-        with open_file(path, "rb") as file:
-            yield from file
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path}: {one_line(error)}") from None
+    """The lines of a file, as bytes."""
+    with open(path, "rb") as file:
+        yield from file
 
 
 def read_jsonl(path, keys, check=None):
-    """The objects of a JSONL file (.jsonl.gz, too) as dicts; InputError by line.
+    """The objects of a JSONL file as dicts; InputError by line.
 
     keys: {name: kind} that each must have (colbench/schema.py), or the kind of a row.
     check(row, where, first row): may say more of a row."""
@@ -231,10 +225,9 @@ def read_text(path):
 
 @contextlib.contextmanager
 def whole_file(path):
-    """Opens a text file beside `path`, and gives it this name at the end; one that ends with .gz is packed."""
+    """Opens a text file beside `path`, and gives it this name at the end."""
     partial = f"{path}.partial"
-    open_file = gzip.open if str(path).endswith(".gz") else open
-    with open_file(partial, "wt", encoding="utf-8", errors="backslashreplace") as file:
+    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
         yield file
     os.rename(partial, path)
 

@@ -1,9 +1,7 @@
 """lib/runtime.py: files by line, blocks that a killed run goes on with, one run at a time, fingerprints. --track."""
 import functools
 import gc
-import gzip
 import importlib.machinery
-import json
 import shutil
 import sys
 import types
@@ -15,7 +13,7 @@ from conftest import BASE, call, dies, Partial, read, refused, write
 from lib import runtime, training
 from lib.data import read_trajectories
 from lib.models import weights_fingerprint
-from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Rows, start, write_jsonl
+from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Rows, start
 
 
 def test_lines_of_a_file(tmp_path):
@@ -37,19 +35,12 @@ def with_nulls(dicts):
     return [{**keys, **values} for values in dicts]
 
 
-def test_trajectories_that_went_through_datasets_and_gzip_are_the_same(data, tmp_path):
+def test_trajectories_that_went_through_datasets_are_the_same(data, tmp_path):
     rows = read_trajectories(data / "demos.jsonl")
     rows[0] |= {"system_prompt": "You help.", "branch": {"sample": 0, "turn": 0, "candidate": 1}}
     rows[0]["dialogue_history"][1] |= {"output": "?", "output_ids": [1]}
     packed = [{**row, "dialogue_history": with_nulls(row["dialogue_history"])} for row in with_nulls(rows)]
-    path, lines = tmp_path / "rows.jsonl.gz", write(tmp_path / "rows.jsonl", packed).read_bytes()
-    write_jsonl(path, packed)
-    assert list(map(json.loads, gzip.decompress(path.read_bytes()).splitlines())) == packed
-    assert read_trajectories(path) == rows and runtime.read_rows(path) == packed
-    for content, fault in ((gzip.compress(lines)[:-100], "Compressed file ended"), (lines, "Not a gzipped file")):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match=f"rows.jsonl.gz: {fault}"):
-            read_trajectories(path)
+    assert read_trajectories(write(tmp_path / "rows.jsonl", packed)) == rows
 
 
 def test_map_blocks_resumes_to_the_same_file(tmp_path):
