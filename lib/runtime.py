@@ -43,9 +43,7 @@ def run_stage(main, *errors):
     try:
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
-    except BaseException as error:                                   # torch's CheckpointException is no Exception
-        if not isinstance(error, (InputError, OSError, *errors)) and not is_of_full_disk(error):
-            raise
+    except (InputError, OSError, *errors) as error:
         print("error:", error_text(error).replace("\n", "\\n"), file=sys.stderr)
         sys.exit(2)
     finally:
@@ -66,18 +64,8 @@ def one_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-FULL = "No space left on device"
-
-
-def is_of_full_disk(error):
-    """Whether an error says that a disk is full, or, as torch's, says nothing and the output's disk is full."""
-    return FULL in str(error) or "lock" in OUTPUT and shutil.disk_usage(OUTPUT["lock"].fileno()).free < 2 ** 20
-
-
 def error_text(error):
-    """What is wrong, by an error that run_stage catches. Errors of a full disk rarely say where: it is the output's."""
-    if not isinstance(error, InputError) and is_of_full_disk(error):
-        return f"{getattr(error, 'filename', None) or OUTPUT.get('path', 'here')}: {FULL}"
+    """What is wrong, by an error that run_stage catches."""
     if not isinstance(error, OSError):
         return str(error)
     return f"{error.filename}: {error.strerror.lower()}" if error.filename else one_line(error)

@@ -72,25 +72,6 @@ def test_a_command_that_runs_is_not_started_twice(tmp_path):
         runtime.begin_output({"overwrite": False}, out, [])
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("I/O error: No space left on device (os error 28)")])
-def test_a_full_disk_is_one_line_that_names_the_output(tmp_path, monkeypatch, capsys, error):
-    """Another error stays what it is, also where the output's folder is gone."""
-    monkeypatch.setattr(runtime, "OUTPUT", {})
-
-    def main():
-        runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)
-        if error:                                                   # as safetensors says it
-            raise error
-        with open("/dev/full", "w") as file:
-            file.write("x")
-    with pytest.raises(SystemExit) as end:
-        runtime.run_stage(main)
-    line = f"error: {tmp_path / 'out' / 'args.json'}: No space left on device\n"
-    assert end.value.code == 2 and capsys.readouterr().err == line
-    shutil.rmtree(tmp_path / "out")
-    assert not runtime.is_of_full_disk(ValueError("another"))
-
-
 # --- fingerprints
 
 def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
