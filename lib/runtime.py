@@ -2,7 +2,6 @@
 import contextlib
 import ctypes
 import datetime
-import fcntl
 import functools
 import glob
 import hashlib
@@ -423,50 +422,27 @@ def check_same_command(out, before, now):
                                  "or add --overwrite")
 
 
-# What this process makes: "path", of its args.json; "lock", this file, locked; "last", when add_costs was called
+# What this process makes: "path", of its args.json; "last", when add_costs was called
 OUTPUT = {}
 
 
 @on_main
 def begin_output(arguments, out, inputs, folder=False):
-    """Keep the arguments and versions in `out`/args.json (or `out`.args.json), and other processes out until this one
-    ends. What an interrupted run of the same command left is kept; what another one made is removed
-    (arguments["overwrite"])."""
+    """Keep the arguments and versions in `out`/args.json (or `out`.args.json). What an interrupted run of the same
+    command left is kept; what another one made is removed (arguments["overwrite"])."""
     out = pathlib.Path(out)
     path = args_path(out, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.clear()                              # this process may begin it again
-    OUTPUT.update(path=path, lock=locked(path), last=time.perf_counter())
-    if not arguments["overwrite"]:
-        if is_complete(out, folder):
-            raise InputError(f"{out}: the same command has just made it")
-        if begun_files(out, folder):
-            say(f"{out}: continues an interrupted run")
-            return
+    OUTPUT.update(path=path, last=time.perf_counter())
+    if begun_files(out, folder) and not arguments["overwrite"]:
+        say(f"{out}: continues an interrupted run")
+        return
     for old in begun_files(out, folder):
         if old.is_dir():
             shutil.rmtree(old)
         else:
             old.unlink()
-    write_args(output_record(arguments, inputs))
-
-
-def locked(path):
-    """A file, which is made if it is missing, with a lock. InputError where another process has it."""
-    file = open(path, "ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise InputError(f"{path}: the same command is running already") from None
-    return file
-
-
-def write_args(record):
-    """Write the output's args.json, which is locked at any moment."""
-    partial = f"{OUTPUT['path']}.partial"
-    write_json(partial, record)
-    OUTPUT["lock"] = locked(partial)
-    os.rename(partial, OUTPUT["path"])
+    write_json(path, output_record(arguments, inputs))
 
 
 def add_costs(**numbers):
@@ -478,4 +454,4 @@ def add_costs(**numbers):
         record["costs"] = Counter(record.get("costs"))
         record["costs"].update(numbers, seconds=now - OUTPUT["last"])
         OUTPUT["last"] = now
-        write_args(record)
+        write_json(OUTPUT["path"], record)

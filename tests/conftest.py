@@ -154,9 +154,7 @@ def succeed(script, *arguments, **options):
 
 def call(program, *arguments):
     """Call a stage (its number), or a fork (its module), in this process; returns what it printed."""
-    from lib import runtime
     module = stage(program) if isinstance(program, int) else program
-    runtime.OUTPUT.clear()                                           # of a call before, whose process would have ended
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         module.main([str(argument) for argument in arguments])
     return printed.getvalue()

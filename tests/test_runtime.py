@@ -1,4 +1,4 @@
-"""lib/runtime.py: files by line, blocks that a killed run goes on with, one run at a time, fingerprints. --track."""
+"""lib/runtime.py: files by line, blocks that a killed run goes on with, fingerprints. --track."""
 import functools
 import gc
 import importlib.machinery
@@ -54,22 +54,6 @@ def test_map_blocks_resumes_to_the_same_file(tmp_path):
     assert not out.exists()
     assert map_blocks(out, blocks, worker.work, one_rank) == read(out) == [{"x": x} for x in (1, 2, 3, 4, 5)]
     assert done == [[1, 2], [3, 4], [3, 4], [5]] and len(list(tmp_path.iterdir())) == 2
-
-
-# --- one run at a time
-
-def test_a_command_that_runs_is_not_started_twice(tmp_path):
-    """Its output is locked, also after its costs are noted."""
-    start(0)
-    out = tmp_path / "rows.jsonl"
-    for _ in range(2):                                              # this process may begin it again
-        runtime.begin_output({"overwrite": False}, out, [])
-        runtime.add_costs(generated_tokens=1)
-        with pytest.raises(InputError, match="the same command is running already"):
-            runtime.locked(f"{out}.args.json")
-    out.write_text("{}\n")
-    with pytest.raises(InputError, match="the same command has just made it"):
-        runtime.begin_output({"overwrite": False}, out, [])
 
 
 # --- fingerprints
