@@ -1,8 +1,6 @@
 """Flags that several stages share, and presets."""
 import argparse
-import difflib
 import math
-import sys
 
 from lib import VERSION
 from lib.tracking import project_flag
@@ -20,19 +18,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of all other bad input. Unknown flags are named first: they may be
-    why a required one is missing."""
-
-    def parse_args(self, words=None):
-        words = sys.argv[1:] if words is None else words
-        known = list(self._option_string_actions)
-        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
-        unknown = [flag for flag in flags if not any(name.startswith(flag) for name in known)]
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], known, 1, 0.75)
-            advice = f"did you mean {near[0]}?" if near else "--help shows all"
-            self.error(f"unknown flag {', '.join(unknown)}; {advice}")
-        return super().parse_args(words)
+    """A parser whose errors are one line, as those of all other bad input."""
 
     def error(self, message):
         self.exit(2, f"error: {message}\n")
