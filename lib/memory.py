@@ -170,28 +170,9 @@ def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
     try:
         model = planned_model(config, step)
         plan = memory_plan(model, step, token_logps)
-        lines = sampling_lines(model, num_ranks) if is_tree else []
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{name}: no plan of the memory of a {config.model_type}: {one_line(error)}") from None
     for part, number in plan.items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
     fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
     say(f"this step {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
-    say(*lines)
-
-
-def sampling_lines(model, num_ranks):
-    """What sampling and scoring of candidates need, which come before the step."""
-    config, size = model.config.get_text_config(), model.dtype.itemsize
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_cached = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size            # of each token
-    num_adapted = sum(tensor.numel() for tensor in models.adapter_parameters(model).values())
-    num_parameters = model.num_parameters() - num_adapted
-    weights_gb = size * num_parameters / 1e9
-    adapted_gb = weights_gb / num_ranks
-    full_gb = 2 * 4 * num_parameters / num_ranks / 1e9              # a critic and its reference in float32
-    return [
-        f"before it, sampling: {weights_gb:.3f} GB of weights on each rank, and {size * num_cached / 1e6:.3f} MB for "
-        "each token of the --concurrency candidates",
-        f"scoring by a critic of this size: {adapted_gb:.3f} GB with an adapter, {full_gb:.3f} GB without",
-    ]
