@@ -11,13 +11,12 @@ import contextlib
 import operator
 from collections import namedtuple
 
-from colbench.extract_code import NO_PYTHON, parse, parsed
+from colbench.extract_code import NO_PYTHON, parse
 from colbench.values import equal_values, real
 
 ASKS_NOTHING = "it asks the answer nothing"
 NONE_ALONE = f"{ASKS_NOTHING} (all its tests give None, as an empty function does)"
 BROKEN = ["error", "a broken result"]                               # code wrote it itself
-GIVING = {ast.Yield, ast.YieldFrom, ast.Lambda, ast.ClassDef}
 ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
 
 
@@ -144,18 +143,6 @@ def names_of(sent):
     if sent and not tested:
         tested = {sent[0][0]}
     return Names(imported - tested, tested)
-
-
-def returns_nothing(code):
-    """Has a reference functions, and does it give no value anywhere? Then an empty function may pass all its tests."""
-    kinds = set()
-    for statement in parsed(code)[0] or ():
-        for node in ast.walk(statement):
-            is_return = isinstance(node, ast.Return)
-            if is_return and node.value and getattr(node.value, "value", node) is not None:
-                return False
-            kinds.add(type(node))
-    return ast.FunctionDef in kinds and kinds.isdisjoint(GIVING)
 
 
 def is_literal(node):

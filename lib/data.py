@@ -7,7 +7,6 @@ import itertools
 import pathlib
 
 from colbench import ColBenchError, domain_of, own, schema, task_id
-from colbench.questions import returns_nothing
 from colbench.schema import label, list_of, nullable, one_of, record, token_ids, whole
 from lib import vision
 from lib.runtime import InputError, on_main, read_jsonl, say
@@ -99,10 +98,6 @@ def read_tasks(path):
     """The tasks of a file, all of one domain."""
     tasks = read_jsonl(path, task_fault, check_task)
     check_ids(tasks, map(task_id, tasks), path)
-    num_silent = sum("test_cases" in task and returns_nothing(task["ground_truth"]) for task in tasks)
-    if num_silent:
-        say(f"{path}: {num_silent:,} of {len(tasks):,} references return nothing: a task whose tests all "
-            "give None cannot be graded, for an empty function passes them")
     return tasks
 
 

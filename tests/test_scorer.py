@@ -17,7 +17,6 @@ from colbench.scorer import reward_of, Scorer
 from colbench.values import encode, equal_values, is_encoded, readable
 from conftest import call as call_stage
 from conftest import read, write
-from lib.data import read_tasks
 
 F = "def f(n):\n    return n * n or None"
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n if n else None",
@@ -124,13 +123,10 @@ def test_what_a_reference_cannot_settle_is_never_credited(scorer, monkeypatch, c
     assert (f"no test can be graded of {reference!r}" in caplog.text) == (not any(gradeable))
 
 
-def test_references_that_return_nothing_are_counted_and_an_empty_function_passes_none(scorer, tmp_path, capsys):
+def test_an_empty_function_passes_none_of_a_reference_that_returns_nothing(scorer):
     tasks = [task_of("def f(n): print(n)", "f(1)", "f(2)"), task_of("def f(n): return print(n)", "f(1)"),
              task_of("def f(n): return None", "f(1) is None", "f(2) == None", "f(3)"),
              task_of("def f(values):\n    values.sort()\n    return", "f([2, 1])")]
-    others = [task_of(reference, "f(1)") for reference in ("def f(n): yield n", "f = len", "def f(n)")]
-    assert len(read_tasks(write(tmp_path / "tasks.jsonl", tasks + others))) == 7
-    assert "3 of 7 references return nothing" in capsys.readouterr().out                # a call may return something
     for task in tasks:
         for answer in (task["ground_truth"], "def f(*_): pass"):
             [score] = scorer.score([(task, answer)])
