@@ -18,9 +18,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402  the repository's modules, wherever this is started
 from colbench import ColBenchError, domain_of, task_id  # noqa: E402
 from lib import data, statistics  # noqa: E402
-from lib.flags import add_overwrite, argument_parser, text_flag  # noqa: E402
+from lib.flags import argument_parser, text_flag  # noqa: E402
 from lib.models import encode, end_of_turn, load_model, load_tokenizer, tokenizer_name  # noqa: E402
-from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json  # noqa: E402
+from lib.runtime import InputError, run_stage, say, start, write_json  # noqa: E402
 
 MAX_TOKENS = 16384               # of a batch, and of a dialogue
 MAX_DIALOGUES = 200              # whose turns the gates ask about
@@ -139,24 +139,21 @@ def parse_args(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--trajectories", type=text_flag, required=True,
                         help="dialogues of held-out tasks (02); --critic: of 02 --branch")
-    parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
+    parser.add_argument("--out", type=text_flag, required=True, help="folder to write into")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--gates", type=text_flag, metavar="MODEL", help="the model whose gates are measured")
     what.add_argument("--critic", type=text_flag, metavar="DIR", help="the critic (03) whose ranks are measured")
-    add_overwrite(parser)
     return parser.parse_args(argv)
 
 
 def main(argv=None):
     args = parse_args(argv)
     device = start(0).device
-    out, inputs = pathlib.Path(args.out), [args.trajectories, args.gates, args.critic]
+    out = pathlib.Path(args.out)
     trajectories = data.read_trajectories(args.trajectories)
     domain = domain_of(trajectories[0]["task"])
     if args.gates and any(domain.turn_kind(row["task"], [], "") is None for row in trajectories):
         raise InputError(f"{args.trajectories}: --gates needs template tasks (01), which say what a turn is worth")
-    if is_done(vars(args), out, inputs, folder=True):
-        return
     if args.gates:
         name, measured = "gates.json", measure_gates(trajectories, domain, args.gates, device)
         lines = gate_lines(measured, args.gates)
@@ -164,10 +161,9 @@ def main(argv=None):
         name, measured = "ranks.json", measure_ranks(args, trajectories, domain, device)
         correlation, interval = measured["rank_correlation"], statistics.interval(measured["ci95"])
         lines = [f"{args.critic}: rank correlation {correlation:.3f} {interval}, {measured['num_states']} states"]
-    begin_output(vars(args), out, inputs, folder=True)
+    out.mkdir(parents=True, exist_ok=True)
     write_json(out / name, measured)
-    (out / "COMPLETED").touch()
-    say(*lines, f"writes {out}")
+    say(*lines, f"writes {out / name}")
 
 
 if __name__ == "__main__":

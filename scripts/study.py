@@ -375,8 +375,7 @@ def main(argv=None):
         ended = pool.map(Run.evaluate, longest_first)
     list(ended)                                                      # raises what a call has raised
     if args.chain is not None and "gates" in domain:
-        words = [*words_of(domain["gates"], args.out), "--overwrite"]
-        show(run_step(args.out / "gates", words, threads=2))
+        show(run_step(args.out / "gates", words_of(domain["gates"], args.out), threads=2))
     show(run_step(args.out / "report", report_words(args, domain, points), threads=2))
     write_tables(args.out, points, DOMAINS[domain["domain"]])
 

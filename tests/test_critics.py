@@ -29,7 +29,6 @@ def test_gates_and_success_of_the_shipped_base_model(workspace, tmp_path):
     for kind, gate in gates.items():
         cells = [str(gate["n"]), f"{gate['without_c']:.2f}", f"{gate['with_c']:.2f}"]
         assert [*kind.split(), *cells] in [line.split() for line in printed.splitlines()]
-    assert "done already by the same command" in call(critics, *flags)
     metrics = stage(5).measure(read(workspace / "offline.jsonl"), backend)
     assert 0.15 <= metrics["success_rate"] <= 0.5 and metrics["success_when_known"] > 0.7
 
