@@ -92,31 +92,10 @@ def start(seed):
         store, rank, world_size = dist.HashStore(), 0, 1
         if "RANK" in os.environ:
             store, rank, world_size = next(dist.rendezvous("env://"))
-            store = new_store(store, rank, world_size)
         week = datetime.timedelta(days=7)                           # a rank that samples may be hours behind the others
         dist.init_process_group(backend, timeout=week, store=store, rank=rank, world_size=world_size)
     torch.manual_seed(seed)
     return Runtime(dist.get_rank(), dist.get_world_size(), device)
-
-
-def new_store(store, rank, world_size):
-    """A part of torchrun's store where nothing stands yet, the same one on every rank. torchrun keeps its store when it
-    starts the ranks again, and torch 2.13 takes the addresses of ranks that are gone for those of the new ones.
-
-    Each rank says hello with a word of its own. Rank 0 answers every word with the name of the new part until all
-    ranks have read it: what earlier starts left behind is answered too, but nobody reads that."""
-    word = os.urandom(8).hex()
-    if rank > 0:
-        store.set(f"hello {rank}", word)
-        name = store.get(f"welcome {word}").decode()                # waits for it
-        store.set(f"{name} {rank}", "read")
-        return dist.PrefixStore(name, store)
-    for other_rank in range(1, world_size):
-        while not store.check([f"{word} {other_rank}"]):
-            hello = store.get(f"hello {other_rank}").decode()
-            store.set(f"welcome {hello}", word)
-            time.sleep(0.01)
-    return dist.PrefixStore(word, store)
 
 
 def trim_memory():

@@ -26,6 +26,7 @@ METHODS=${METHODS:-sweet mtdpo rft}
 DRY=${DRY:-}
 COLBENCH_ROOT=${COLBENCH_ROOT:-$(cd "$(dirname "$0")/.." && pwd)}    # Slurm runs a copy of this file from elsewhere
 set +a
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1                          # or restarted ranks look for those that were lost
 cd "$COLBENCH_ROOT"
 py=.venv/bin/python
 read -ra methods <<< "$METHODS"
