@@ -142,7 +142,7 @@ class Loop:
         self.first_step = self.checkpoints.load()
         self.metrics = pathlib.Path(args.out, "metrics.jsonl")
         rows = cut_metrics(self.metrics, self.first_step)
-        self.track = Track(args.track, args.out, vars(args), rows)
+        self.track = Track(args.track, args.out, vars(args))
         self.seconds = rows[-1]["seconds"] if rows else 0
         self.last = time.perf_counter()
         self.tokens = 0                                             # trained on since the last saved state

@@ -1,5 +1,4 @@
 """lib/runtime.py: files by line, blocks that a killed run goes on with, fingerprints. --track."""
-import functools
 import gc
 import importlib.machinery
 import shutil
@@ -78,69 +77,40 @@ def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
     assert weights_fingerprint("nobody/model") is None
 
 
-# --- --track: curves of new, continued and missing runs
-
-class Trackio:
-    """Stands for the module trackio: keeps {name: {"config", "rows": [[step, numbers], …]}} of one project."""
-
-    __spec__ = importlib.machinery.ModuleSpec("trackio", None)      # which transformers looks for
-
-    def __init__(self):
-        self.kept = {}
-
-    def Api(self):
-        return self
-
-    def runs(self, project):
-        if not self.kept:
-            raise ValueError(project)
-        return [types.SimpleNamespace(name=name, delete=functools.partial(self.kept.pop, name)) for name in self.kept]
-
-    def init(self, project, name, config, resume):
-        assert (project, resume) == ("colbench", "allow")
-        rows = self.kept.setdefault(name, {"config": dict(config), "rows": []})["rows"]
-        return types.SimpleNamespace(log=lambda metrics, step: rows.append([step, metrics]))
-
+# --- --track
 
 @pytest.fixture
 def runs(monkeypatch):
-    """{name: run} of the stand-in."""
-    monkeypatch.setitem(sys.modules, "trackio", stand_in := Trackio())
-    return stand_in.kept
+    """[(name, its config, its rows)] of the runs of a stand-in for trackio."""
+    started = []
+
+    def init(project, name, config):
+        assert project == "colbench"
+        started.append((name, dict(config), rows := []))
+        return types.SimpleNamespace(log=lambda numbers, step: rows.append({"step": step, **numbers}))
+    stand_in = types.SimpleNamespace(init=init, __spec__=importlib.machinery.ModuleSpec("trackio", None))
+    monkeypatch.setitem(sys.modules, "trackio", stand_in)
+    return started
 
 
-def test_a_training_that_was_killed_continues_its_curve(data, tmp_path, runs):
-    """Killed at step 4, one step after the last state: step 3 is computed again and stands there once."""
-    arguments = ["--trajectories", data / "demos.jsonl", "--model", BASE, "--num-trajectories", 12,
-                 "--batch-size", 2, "--epochs", 9, "--held-out-frac", 0, "--max-steps", 5, "--save-every", 2,
-                 "--out", tmp_path / "out", "--track", "colbench"]
-    with dies(training.Loop, "update", calls=3):
-        call(3, *arguments)
-    [[name, before]] = runs.items()
-    assert name == str(tmp_path / "out") and [step for step, _ in before["rows"]] == [1, 2, 3]
-    call(3, *arguments)
-    [[same_name, run]] = runs.items()
-    assert same_name == name and run["config"]["max_steps"] == 5
-    assert [{"step": step, **numbers} for step, numbers in run["rows"]] == read(tmp_path / "out" / "metrics.jsonl")
-    assert [step for step, _ in run["rows"]] == [1, 2, 3, 4, 5] and run["rows"][:2] == before["rows"][:2]
-    call(3, *arguments)                                              # done already
-    assert list(runs) == [name] and runs[name] is run and len(run["rows"]) == 5
-    call(3, *arguments, "--overwrite", "--max-steps", 1)             # another run takes the place of the curve
-    assert [step for step, _ in runs[name]["rows"]] == [1]
-
-
-def test_a_rollout_that_was_killed_continues_its_curve(data, tmp_path, runs):
-    arguments = ["--tasks", data / "tasks.jsonl", "--agent", "script", "--max-rounds", 8, "--concurrency", 1,
-                 "--out", tmp_path / "out", "--track", "colbench"]
-    with dies(Rows, "add", calls=5):
-        call(2, *arguments)
-    gc.collect()                                                    # asyncio reports the task that died, by ast.parse
-    call(2, *arguments)
-    [run] = runs.values()
-    rows, steps = read(tmp_path / "out"), [step for step, _ in run["rows"]]
-    assert sorted(set(steps)) == list(range(1, 13)) and steps == sorted(steps)
-    successes = sum(row["reward"] == 1 for row in rows)
-    assert 0 < successes < 12 and run["rows"][-1][1]["mean_return"] == pytest.approx(successes / 12)
+def test_each_start_of_a_stage_is_a_run_of_its_own(data, tmp_path, runs):
+    """03 is killed at step 4, one step after the last state; 02 after five of twelve dialogues."""
+    train = ["--trajectories", data / "demos.jsonl", "--model", BASE, "--num-trajectories", 12, "--batch-size", 2,
+             "--epochs", 9, "--held-out-frac", 0, "--max-steps", 5, "--save-every", 2]
+    play = ["--tasks", data / "tasks.jsonl", "--agent", "script", "--max-rounds", 8, "--concurrency", 1]
+    for number, owner, method, arguments in ((3, training.Loop, "update", train), (2, Rows, "add", play)):
+        arguments += ["--out", tmp_path / str(number), "--track", "colbench"]
+        with dies(owner, method, calls=3 if number == 3 else 5):
+            call(number, *arguments)
+        gc.collect()                                                # asyncio reports the task that died, by ast.parse
+        for _ in range(2):                                          # the second time it is done already
+            call(number, *arguments)
+    names, configs, curves = zip(*runs)
+    assert [name.startswith(str(tmp_path / folder)) for name, folder in zip(names, "3322")] == [True] * 4
+    assert configs[0]["max_steps"] == 5 and [row["step"] for row in curves[0]] == [1, 2, 3]
+    assert curves[0][:2] + curves[1] == read(tmp_path / "3" / "metrics.jsonl") and len(curves[1]) == 3
+    successes = sum(row["reward"] == 1 for row in read(tmp_path / "2"))
+    assert 0 < successes < 12 and curves[3][-1] == {"step": 12, "mean_return": pytest.approx(successes / 12)}
 
 
 def test_without_trackio_it_is_one_line(monkeypatch):
