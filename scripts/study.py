@@ -320,15 +320,6 @@ def read_domain(name, changes=()):
     return domain
 
 
-def check_arm(name, domain):
-    """InputError for an arm that scripts/arms.toml does not have, or has without a rate."""
-    arms = domain["arms"]
-    if name not in arms:
-        raise InputError(f"{name}: no such arm in scripts/arms.toml, which has {', '.join(arms)}")
-    if name != "base" and "--lr" not in arms[name].get("flags", ""):
-        raise InputError(f"scripts/arms.toml, {name}: no --lr among its flags, and 04's default is for a model of 8B")
-
-
 def settings_of(arguments):
     """[{flag: value}], all combinations, of arguments FLAG=VALUE,VALUE."""
     choices = []
@@ -343,7 +334,8 @@ def all_runs(args, domain):
     runs = []
     for argument in args.arms:
         arm, _, size = argument.partition("@")
-        check_arm(arm, domain)
+        if arm not in domain["arms"]:
+            raise InputError(f"{arm}: no such arm in scripts/arms.toml, which has {', '.join(domain['arms'])}")
         sizes, settings, last_round = args.sizes, settings_of(args.grid), args.rounds
         if size:
             sizes = [int(size)]

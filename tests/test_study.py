@@ -255,7 +255,7 @@ def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path):
 
 # --- what goes wrong
 
-def test_what_is_unknown_or_has_no_rate_is_refused():
+def test_what_is_unknown_is_refused():
     number = "must be NAME=NUMBER, with a number of [backend]"
     for words, line in (("sweet --domain pages", "--domain pages: must be one of backend, sql, frontend, real"),
                         ("mine", "mine: no such arm in scripts/arms.toml, which has rft, mtdpo, sweet"),
@@ -264,8 +264,6 @@ def test_what_is_unknown_or_has_no_rate_is_refused():
                         ("rft --set base=3", f"--set base=3: {number}"),
                         ("rft --set gates=1", f"--set gates=1: {number}")):
         assert refused(study, *words.split()).startswith(line)
-    with pytest.raises(InputError, match="mine: no --lr among its flags"):
-        study.check_arm("mine", {"arms": {"mine": {"method": "rft", "flags": "--epochs 2"}}})
 
 
 def test_a_failed_step_shows_its_last_lines_and_is_no_output(tmp_path, capfd):
