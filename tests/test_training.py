@@ -94,20 +94,6 @@ def test_a_tensor_that_the_files_lack_is_one_line(tiny, tmp_path):
     refused_by_all(tmp_path, "its files lack lm_head.weight")
 
 
-def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(tmp_path):
-    """A special token that no chat has, as Gemma 3's for images, may have no place."""
-    model, tokenizer = load_model(str(BASE), "cpu")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    save_model(tmp_path, model, tokenizer)
-    assert load_whole(tmp_path) and load(tmp_path)
-    tokenizer.add_tokens(["<think>"])
-    tokenizer.save_pretrained(tmp_path)
-    refused_by_all(tmp_path, "its tokenizer has 783 tokens, and its embeddings 781")
-    model.resize_token_embeddings(800)
-    save_model(tmp_path, model, tokenizer)
-    assert load_whole(tmp_path) and load(tmp_path)
-
-
 # --- the logits
 
 def test_log_probabilities_in_parts_are_those_of_all_logits(monkeypatch):
