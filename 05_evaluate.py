@@ -54,7 +54,7 @@ MAX_TOKENS = 16384               # of a batch without gradients, and of a dialog
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("files", type=flags.named_path, nargs="+", metavar="NAME=FILE",
+    parser.add_argument("files", type=flags.named_paths, nargs="+", metavar="NAME=FILE",
                         help="trajectory files (02), each with a name; FILE,FILE,…: runs of one method; LABEL@N: a "
                         "point of a curve")
     parser.add_argument("--out", type=flags.text_flag, required=True, help="folder to write")
@@ -70,7 +70,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.reference_sees_c is not None and not args.critic:
         parser.error("--reference-sees-c goes with --critic")
-    names = [argument.partition("=")[0] for argument in args.files]
+    names = [name for name, _ in args.files]
     if len(set(names)) < len(names):
         parser.error("every file needs a name of its own")
     if args.baseline and args.baseline not in names:
@@ -80,15 +80,6 @@ def parse_args(argv=None):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # reading
-
-def paths_of(arguments):
-    """{name: [the file of each run]} of arguments NAME=FILE,FILE,…"""
-    paths = {}
-    for argument in arguments:
-        name, _, files = argument.partition("=")
-        paths[name] = files.split(",")
-    return paths
-
 
 def read_runs(paths):
     """The trajectories of all files of one name. Of several files, its runs, "run" is the number of the file.
@@ -314,7 +305,7 @@ def main(argv=None):
     out = pathlib.Path(args.out)
 
     # everything is read and checked before anything is scored
-    paths = paths_of(args.files)
+    paths = dict(args.files)                                         # {name: [the file of each run]}
     files = {name: read_runs(runs) for name, runs in paths.items()}
     all_trajectories = list(itertools.chain(*files.values()))
     states = read_states(args.candidates) if args.candidates else []

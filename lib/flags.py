@@ -77,12 +77,12 @@ def text_flag(text):
     return text
 
 
-def named_path(text):
-    """A type: NAME=PATH, whose NAME can name a file."""
-    name, _, path = text.partition("=")
-    if not name or not path or "/" in name:
+def named_paths(text):
+    """A type: NAME=PATH,PATH,…, whose NAME can name a file, as (name, [path, …])."""
+    name, _, paths = text.partition("=")
+    if not name or not paths or "/" in name:
         raise argparse.ArgumentTypeError(f"{text[:80]}: must be NAME=PATH, where NAME has no /")
-    return text
+    return name, paths.split(",")
 
 
 def add_overwrite(parser):

@@ -39,7 +39,7 @@ class Commands(dict):
     def run_step(self, out, words, ranks=1, threads=1):
         name, args = parse([*words, "--out", str(out)])
         files = [args.get(flag) for flag in INPUTS]
-        files += [path for named in args.get("files", []) for path in named.split("=")[1].split(",")]
+        files += [path for _, paths in args.get("files", []) for path in paths]
         missing = [path for path in files if path not in NO_FILES and not os.path.exists(path)]
         command = {"stage": name, "ranks": ranks, **args}
         assert not missing and self.setdefault(str(out), command) == command, (missing, out)
@@ -50,7 +50,7 @@ class Commands(dict):
             (out / "scored").mkdir(parents=True, exist_ok=True)
             (out / "candidates.jsonl").touch()
         if name == "05":
-            write_report(out, dict(named.split("=") for named in args["files"]))
+            write_report(out, dict(args["files"]))
         return "the table"
 
 
@@ -62,7 +62,7 @@ def write_report(folder, files):
     for name, paths in files.items():
         row = {"task_id": "a", "task": {"family": "f"}, "sample": 1, "reward": 1}
         rows = [row | {"run": 0, "sample": 0, "reward": 0, "num_rounds": 3}]
-        rows += [row | {"run": run, "num_rounds": 3 + run} for run in range(len(paths.split(",")))]
+        rows += [row | {"run": run, "num_rounds": 3 + run} for run in range(len(paths))]
         write(folder / "scored" / f"{name}.jsonl", rows)
 
 
@@ -100,7 +100,7 @@ def test_the_chain_of_each_domain(call, monkeypatch, domain, base, num_train, ro
     played = [command for command in commands.values() if command["stage"] == "02"]
     assert {command["max_rounds"] for command in played} == {rounds}
     assert [command["samples"] for command in played].count(4) == 1 and len(played) == 5
-    assert [name.split("=")[0] for name in report["files"]] == CHAIN
+    assert list(dict(report["files"])) == CHAIN
     assert (report["baseline"], report["critic"], report["candidates"]) == ("mtdpo", "o/critic", "o/sweet")
     assert report["reference_sees_c"] == commands["o/sweet"]["reference_sees_c"]           # scored as candidates were
     assert {command["similarity"] for command in [report, *played]} == {
@@ -160,7 +160,8 @@ def test_arms_of_a_seed_and_size_share_dialogues_critics_and_candidates(call):
             assert commands[f"{folder}/critic-blind@{size}"]["reference_sees_c"] is False
     assert commands["o/seed10/mtdpo@320"]["lr"] == 3e-4 and commands["o/seed10/mtdpo@1600"]["lr"] == 1e-4
     assert commands["o/report"]["baseline"] == "mtdpo@1600" and commands["o/report"]["costs"]
-    assert "sweet@80=o/seed10/sweet@80.jsonl,o/seed11/sweet@80.jsonl" in commands["o/report"]["files"]
+    sweet = dict(commands["o/report"]["files"])["sweet@80"]
+    assert sweet == ["o/seed10/sweet@80.jsonl", "o/seed11/sweet@80.jsonl"]
 
 
 def test_a_search_plays_each_setting_on_validation_tasks(call):
@@ -188,7 +189,7 @@ def test_each_round_goes_on_with_the_agent_of_the_one_before(call, monkeypatch):
         assert (again["agent"], again["seed"], again["tasks"]) == (f"o/seed3/{arm}@1", 1003, "o/seed3/train@2.jsonl")
     critic = commands["o/seed3/sweet@3-critic"]                                # of all dialogues, from the last agent
     assert (critic["model"], critic["trajectories"]) == ("o/seed3/sweet@2", "o/seed3/sweet@3-all.jsonl")
-    names = [name.split("=")[0] for name in commands["o/report"]["files"]]
+    names = list(dict(commands["o/report"]["files"]))
     assert names == [f"{arm}@{number}" for arm in ("sweet", "mtdpo") for number in (1, 2, 3)] + ["base"]
     assert commands["o/report"]["baseline"] == "mtdpo@3"
     os.utime(critic["trajectories"], (1, 1))
