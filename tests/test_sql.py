@@ -237,8 +237,8 @@ def test_a_look_does_not_show_what_is_big(parts):
 
 
 def test_a_query_that_takes_the_limit_from_the_amounts_fails(parts):
-    guess = "(SELECT column1 FROM (VALUES {limits}) ORDER BY (SELECT COUNT(*) FROM (SELECT {0} AS a FROM {table} UNION " \
-            "ALL SELECT {1} FROM {table}) WHERE abs(a - column1) <= 5) DESC LIMIT 1)"
+    guess = ("(SELECT column1 FROM (VALUES {limits}) ORDER BY (SELECT COUNT(*) FROM (SELECT {0} AS a FROM {table} "
+             "UNION ALL SELECT {1} FROM {table}) WHERE abs(a - column1) <= 5) DESC LIMIT 1)")
     limits, passed = ", ".join(f"({limit})" for limit in sql.BIG), []
     for task, facts, (_, children, *_) in parts:
         if "big" in facts:
