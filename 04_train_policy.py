@@ -222,6 +222,7 @@ def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
     if path.exists():
         return read_rows(path)
     gc.collect()                                                     # frees the model that has sampled them
+    torch.cuda.empty_cache()                                         # NCCL takes memory that torch does not hold
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
     if critic.is_visual:
         critic.sight = data.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))

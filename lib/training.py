@@ -136,7 +136,7 @@ class Loop:
         self.run = run
         self.batches = epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
         self.num_steps = len(self.batches)
-        say(f"{len(examples):,} examples, {self.num_steps:,} steps of {batch_size}")
+        say(f"{len(examples):,} examples, {self.num_steps:,} steps of at most {batch_size}")
         self.optimizer = adamw(scorer, args.lr)
         self.checkpoints = Checkpoints(args.out, scorer, self.optimizer)
         self.first_step = self.checkpoints.load()
