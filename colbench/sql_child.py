@@ -72,7 +72,9 @@ def canonical(names, rows, ordered):
     rows = [list(map(plain_number, row)) for row in rows]
     cells = [sorted(repr(row[i]) for row in rows) for i in range(len(names))]
     numbers = sorted(range(len(names)), key=cells.__getitem__)
-    alike = [itertools.permutations(group) for _, group in itertools.groupby(numbers, key=cells.__getitem__)]
+    alike = []
+    for _, group in itertools.groupby(numbers, key=cells.__getitem__):
+        alike.append(list(itertools.islice(itertools.permutations(group), MAX_ORDERS)))       # product() lists them all
     tables = []
     for order in itertools.islice(itertools.product(*alike), MAX_ORDERS):
         table = [[row[i] for i in itertools.chain(*order)] for row in rows]
