@@ -372,9 +372,9 @@ def parse_args(argv=None):
     parser.add_argument("--max-rounds", type=flags.positive_int, default=10, help="agent turns in a dialogue")
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
     parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the agent")
-    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="most tokens of a turn")
+    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens of a turn, at most")
     parser.add_argument("--simulator-max-new-tokens", type=flags.num_tokens_flag,
-                        help="most tokens of a simulating model's reply (None: the domain's REPLY_TOKENS)")
+                        help="tokens of a simulating model's reply, at most (None: the domain's REPLY_TOKENS)")
     parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the samples")
     group = parser.add_argument_group("critics")
     group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")

@@ -63,7 +63,7 @@ def parse_args(argv=None):
     parser.add_argument("--costs", action="store_true", help="show each method's training costs (first file)")
     parser.add_argument("--critic", type=flags.text_flag, metavar="DIR", help="show turn advantages by this critic")
     flags.add_reference(parser)
-    parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR", help="show the candidates of 04's folder")
+    parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR", help="show candidates of a folder of 04")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
     flags.add_world(parser)
     flags.add_overwrite(parser)

@@ -28,7 +28,7 @@ class Test:
     operator: the name of a comparison of two sides in ast, else None
     nodes: the syntax trees of the two sides, or of the call; none where the call cannot be read
     sides: the expressions of the two sides, or the call
-    asked: the numbers of the sides that are asked of answers: those whose value is not known without one
+    asked: the numbers of the sides that are asked of answers: all but literals and those with a known value
     value: what an answer must give: ["ok", value], or ["error", why the test cannot be graded]
     on_reference: of a comparison the values of both sides
     fixed: the sides that must have the reference's value"""

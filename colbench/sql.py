@@ -94,9 +94,9 @@ def stored_statuses(words, codes):
 # databases
 
 # What the values of a random database are drawn by, so that they lie at and beside the borders of decisions: its shape
-# (`fill`), from where on an amount is big, another limit (amounts lie at it, too, so that they do not tell which one it
-# is), this year, 100 where amounts are kept in cents (else 1), and the statuses as they are stored, the first of which
-# is asked for.
+# (`fill`), the limit from which an amount is big, another limit (amounts lie at it, too, so that they do not tell which
+# is meant), this year, 100 where amounts are kept in cents (else 1), and the statuses as they are stored, the first of
+# which is asked for.
 Plan = collections.namedtuple("Plan", "shape limit other_limit year unit statuses")
 
 
@@ -106,7 +106,7 @@ def fill(rng, words, codes, shape):
     Its shape is "example" (it shows what looks are for: all codes of a status, this year, a few plain rows; not what
     is big), "plain", "wide" (many parents, most of them as they are asked for), "quiet" (nothing has happened yet this
     year) or "empty" (no children at all). In all of them keys lead somewhere, names differ, amounts are positive, a
-    status is stored in one way, and no date lies behind this year."""
+    status is stored in one way, and no date is after this year."""
     other_limit = rng.choice(BIG)
     limit = other_limit if shape == "example" else int(codes.get("big", other_limit))
     year = int(codes.get("year", LAST_YEAR))

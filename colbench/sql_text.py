@@ -5,7 +5,7 @@ statement_of(text) takes the first of these that is there:
 1. the text itself, where it begins as a query;
 2. the first fence (``` or ~~~, of any language, on one line or several, closed or not) that holds a query;
 3. the first query in backticks;
-4. the first query in prose: at the begin of a line, or behind a colon;
+4. the first query in prose: at the beginning of a line, or behind a colon;
 5. the first query in quotes: a string of JSON, as in a call of a tool;
 6. the first query in prose that begins in capitals;
 7. what stands in the first fence, or the whole text: no query, which the database says.

@@ -141,10 +141,10 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
                         help="arithmetic; the parameters that are trained stay float32")
     parser.add_argument("--seed", type=seed_flag, default=0, help="seed of order and samples")
     group = parser.add_argument_group("the data")
-    group.add_argument("--num-trajectories", type=positive_int, help="use so many (nested subsets, by --seed)")
+    group.add_argument("--num-trajectories", type=positive_int, help="use only this many (nested subsets, by --seed)")
     group.add_argument("--max-length", type=positive_int, default=max_length,
                        help="drop longer trajectories; of SWEET's pairs, longer prompts with one action (tokens)")
-    group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after so many steps")
+    group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after this many steps")
     group = parser.add_argument_group("LoRA (needs peft)")
     group.add_argument("--lora", type=positive_int, metavar="RANK", help="train an adapter, on a model in --dtype")
     group.add_argument("--lora-targets", type=text_flag, nargs="+", metavar="NAME",
