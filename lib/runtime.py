@@ -153,12 +153,6 @@ def read_json(path, kind):
     return parse_json(pathlib.Path(path).read_bytes(), kind, path)
 
 
-def lines_of(path):
-    """The lines of a file, as bytes."""
-    with open(path, "rb") as file:
-        yield from file
-
-
 def read_jsonl(path, keys, check=None):
     """The objects of a JSONL file as dicts; InputError by line.
 
@@ -166,12 +160,13 @@ def read_jsonl(path, keys, check=None):
     check(row, where, first row): may say more of a row."""
     kind = keys if callable(keys) else record(keys)
     rows = []
-    for number, line in enumerate(lines_of(path), 1):
-        if line.strip():
-            where = f"{path}:{number}"
-            rows.append(parse_json(line, kind, where))
-            if check:
-                check(rows[-1], where, rows[0])
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path}:{number}"
+                rows.append(parse_json(line, kind, where))
+                if check:
+                    check(rows[-1], where, rows[0])
     if not rows:
         raise InputError(f"{path}: no rows in it")
     say(f"reads {path} ({len(rows):,} rows)")
@@ -257,7 +252,8 @@ def partial_files(out):
 
 def read_rows(path):
     """The rows of a JSONL file that this program made."""
-    return [json.loads(line) for line in lines_of(path)]
+    with open(path, "rb") as file:
+        return [json.loads(line) for line in file]
 
 
 def map_blocks(out, blocks, work, runtime):

@@ -33,13 +33,6 @@ def load_whole(folder):
     return common.Scorer(load_model(str(folder), "cpu")[0])
 
 
-def refused_by_all(folder, message):
-    """No way to load a folder takes it."""
-    for load_folder in (load_whole, load):
-        with pytest.raises(InputError, match=message):
-            load_folder(folder)
-
-
 def flags(workspace, out, *more):
     return policy_flags(workspace, "mtdpo", out, "--num-trajectories", 36, "--nll-coef", 0, "--batch-size", 4,
                         "--max-steps", 8, "--save-every", 1, *more)
@@ -91,7 +84,9 @@ def test_a_tensor_that_the_files_lack_is_one_line(tiny, tmp_path):
     save_model(tmp_path, *tiny)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    refused_by_all(tmp_path, "its files lack lm_head.weight")
+    for load_folder in (load_whole, load):
+        with pytest.raises(InputError, match="its files lack lm_head.weight"):
+            load_folder(tmp_path)
 
 
 # --- the logits
