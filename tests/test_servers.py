@@ -428,6 +428,7 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(workspace
 def test_ids_of_a_server_are_kept_and_read_by_a_critic_and_a_judge_needs_none(
         tasks, critic, tmp_path, serve, monkeypatch):
     """A critic in passes of --max-tokens."""
+    monkeypatch.setattr(lib.servers, "RETRIES", 3)                   # a request may be cut twice
     limits, score = [], common.score_actions
     monkeypatch.setattr(common, "score_actions", lambda *arguments: (limits.append(arguments[3]), score(*arguments))[1])
     write(tasks, read(tasks)[:3])
