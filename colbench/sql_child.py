@@ -76,8 +76,9 @@ def canonical(names, rows, ordered):
     for _, group in itertools.groupby(numbers, key=cells.__getitem__):
         alike.append(list(itertools.islice(itertools.permutations(group), MAX_ORDERS)))       # product() lists them all
     tables = []
-    for order in itertools.islice(itertools.product(*alike), MAX_ORDERS):
-        table = [[row[i] for i in itertools.chain(*order)] for row in rows]
+    for orders in itertools.islice(itertools.product(*alike), MAX_ORDERS):
+        columns = list(itertools.chain(*orders))
+        table = [[row[i] for i in columns] for row in rows]
         tables.append(table if ordered else sorted(table, key=repr))
     return [len(names), min(tables, key=repr)]
 

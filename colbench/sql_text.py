@@ -51,9 +51,9 @@ FENCE = re.compile(r"(```+|~~~+)(.*?)(?:\1[`~]*|\Z)", re.DOTALL)
 LANGUAGE = re.compile(r"\s*(?:sql|sqlite3?|mysql|postgres(?:ql)?|text|plaintext)\b", re.IGNORECASE)
 BACKTICKS = re.compile(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 TAG = re.compile(r"</?(?:answer|final|query|sql|code|pre)>", re.IGNORECASE)
-BEGINS = (re.compile(r"^(?:sqlite)?[ \t>*]*(?=[(\w])|:[ \t*]*(?=SELECT\b|WITH\b)", re.MULTILINE),     # of a line
-          re.compile(r":[\s*]*(?=[(\w])"),                          # of what a colon announces
-          re.compile(r"(?<=\s)(?=SELECT\b|WITH\b)"))                # in capitals
+ANNOUNCED = (re.compile(r"^(?:sqlite)?[ \t>*]*(?=[(\w])|:[ \t*]*(?=SELECT\b|WITH\b)", re.MULTILINE),
+             re.compile(r":[\s*]*(?=[(\w])"))                       # at the beginning of a line; behind a colon
+IN_CAPITALS = (re.compile(r"(?<=\s)(?=SELECT\b|WITH\b)"),)
 ENDS = re.compile(
     r";"
     r"|\n\s*\n"                                                     # a paragraph
@@ -117,7 +117,7 @@ def statement_of(text):
     blocks = [without_language(block) for _, block in FENCE.findall(text)]
     prose = FENCE.sub("\n\n", text).strip()
     spans = [span for _, span in BACKTICKS.findall(prose)]
-    announced, in_capitals = query_in_prose(prose, BEGINS[:2]), query_in_prose(prose, BEGINS[2:])
+    announced, in_capitals = query_in_prose(prose, ANNOUNCED), query_in_prose(prose, IN_CAPITALS)
     for candidate in [*blocks, *spans, announced, *strings_of(text), in_capitals]:
         if begins_as(QUERY, candidate):
             return whole_query(candidate)
