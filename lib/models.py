@@ -239,6 +239,18 @@ def load_model(name, device, dtype="float32"):
     return model, tokenizer
 
 
+def check_vocabulary(tokenizer, model, name):
+    """InputError where the model has no embedding of a token, unless it is a special one that no chat has."""
+    num_rows = len(model.get_input_embeddings().weight)
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]
+    chat_ids = encode(tokenizer, render_chat(tokenizer, chat))
+    without_row = [number for number, token in tokenizer.added_tokens_decoder.items()
+                   if number >= num_rows and (number in chat_ids or not token.special)]
+    if without_row or tokenizer.vocab_size > num_rows:
+        raise InputError(f"{name}: its tokenizer has {len(tokenizer):,} tokens, and its embeddings {num_rows:,}; "
+                         "resize them")
+
+
 def whole_model(name, dtype=torch.float32):
     """The model of load_model, or one that sees. Its config says whether output and input embeddings are one tensor, as
     its files have it. InputError where they lack a tensor, which would get random numbers."""
@@ -247,6 +259,7 @@ def whole_model(name, dtype=torch.float32):
     model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise InputError(f"{name}: its files lack {', '.join(sorted(info['missing_keys'])[:5])}")
+    check_vocabulary(load_tokenizer(name), model, name)
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False

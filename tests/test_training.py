@@ -33,6 +33,13 @@ def load_whole(folder):
     return common.Scorer(load_model(str(folder), "cpu")[0])
 
 
+def refused_by_all(folder, message):
+    """No way to load a folder takes it."""
+    for load_folder in (load_whole, load):
+        with pytest.raises(InputError, match=message):
+            load_folder(folder)
+
+
 def flags(workspace, out, *more):
     return policy_flags(workspace, "mtdpo", out, "--num-trajectories", 36, "--nll-coef", 0, "--batch-size", 4,
                         "--max-steps", 8, "--save-every", 1, *more)
@@ -84,9 +91,21 @@ def test_a_tensor_that_the_files_lack_is_one_line(tiny, tmp_path):
     save_model(tmp_path, *tiny)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    for load_folder in (load_whole, load):
-        with pytest.raises(InputError, match="its files lack lm_head.weight"):
-            load_folder(tmp_path)
+    refused_by_all(tmp_path, "its files lack lm_head.weight")
+
+
+def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(tmp_path):
+    """A special token that no chat has, as Gemma 3's for images, may have no place."""
+    model, tokenizer = load_model(str(BASE), "cpu")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    save_model(tmp_path, model, tokenizer)
+    assert load_whole(tmp_path) and load(tmp_path)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(tmp_path)
+    refused_by_all(tmp_path, "its tokenizer has 783 tokens, and its embeddings 781")
+    model.resize_token_embeddings(800)
+    save_model(tmp_path, model, tokenizer)
+    assert load_whole(tmp_path) and load(tmp_path)
 
 
 # --- the logits
