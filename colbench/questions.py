@@ -102,7 +102,7 @@ class Test:
             self.fixed = self.asked if states_values else known
         if self.of_answers in of_nobody and self.result(of_nobody[self.of_answers]) == self.value:
             self.value = ["error", ASKS_NOTHING]
-        if known and ":=" not in self.call:                         # an answer could read there what it must give
+        if 0 < len(known) < len(self.asked) and ":=" not in self.call:        # an answer could read what it must give
             self.ask([i for i in self.asked if i not in known])
 
     def result(self, result):
