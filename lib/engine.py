@@ -3,11 +3,13 @@ import asyncio
 import collections
 import dataclasses
 import functools
+import gc
 import math
 import os
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel, SDPBackend
 from torch.nn.utils.rnn import pad_sequence
 
 from lib.models import decoder_mask, most_positions, projection_of, sliding_window, takes_masks, width_padding
@@ -15,6 +17,8 @@ from lib.runtime import InputError, say
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
 MIN_ACTIVE_FRAC = 0.75          # of the rows that a decoding step computes
+# All but cuDNN's kernel, which takes .05 s to plan for each new shape, as most prefill passes have
+UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def next_tokens(logits, uniforms, temperatures):
@@ -184,7 +188,8 @@ class Engine:
             lengths = torch.tensor([[len(new)] for new in missing])                                           # (R, 1)
             positions = starts + torch.arange(ids.shape[1]).minimum(lengths)                                  # (R, T)
             rows = torch.tensor([slot.row for slot in firsts], device=self.device)                            # (R,)
-            self.forward(rows, ids.to(self.device), positions.to(self.device), self.read_width(positions.max()))
+            with sdpa_kernel(UNPLANNED):
+                self.forward(rows, ids.to(self.device), positions.to(self.device), self.read_width(positions.max()))
         for slots, ids in zip(batch, missing):
             first, *copies = slots
             self.stats["prefill_tokens"] += len(ids)
@@ -353,6 +358,7 @@ class Graph:
         stream = torch.cuda.current_stream()
         self.graph = torch.cuda.CUDAGraph()
         pool = others[0].graph.pool() if others else None
+        gc.disable()                                            # to free another engine's graphs would end the capture
         try:
             # thread_local: other threads (that of CLIP, say) may take memory meanwhile
             with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
@@ -360,6 +366,8 @@ class Graph:
         except RuntimeError:
             torch.cuda.set_stream(stream)
             raise
+        finally:
+            gc.enable()
 
     def replay(self):
         """What work() returns, until the next replay."""

@@ -420,12 +420,13 @@ MAX_GROUPED = 128               # numbers of a head that grouped_attention takes
 
 
 def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
-    """As transformers' "sdpa", which with a mask repeats the keys and values of grouped queries: a tenth of a step of
-    trees on an H100, whose kernel for bfloat16 takes them as they are."""
+    """As transformers' "sdpa" with a mask that hides all later tokens. "sdpa" repeats the keys and values of grouped
+    queries and computes hidden scores, too; the kernel of an H100 for bfloat16 need not."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if attention_mask is None or query.shape[2] == 1 or query.shape[3] > MAX_GROUPED:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-    output = F.scaled_dot_product_attention(query, key, value, attention_mask, dropout, scale=scaling, enable_gqa=True)
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention     # F's function takes no mask that is causal
+    output = attend(query, key, value, attention_mask, True, dropout, True, scale=scaling)[0]
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -514,6 +515,7 @@ def shard(scorer, run, sharding):
     if sharding.compile:
         say("--compile: layers are compiled in the first pass, and once more when training begins")
         torch._dynamo.config.specialize_int = True                  # or the heads of FSDP2's layers vary in size
+        torch._dynamo.config.specialize_float = True                # or a scaling by 1 stays
         torch._dynamo.config.recompile_limit = 32                   # one row, or no gradients: a graph each
         scorer.model.get_input_embeddings().register_forward_hook(ask_gradients)
         for layer in layers_of(scorer.model):
@@ -734,17 +736,22 @@ def adapter_parameters(model):
 
 
 class CastLinear(torch.nn.Linear):
-    """A linear layer that computes in the type of its input."""
+    """A linear layer that computes `factor` times its product in the type of its input."""
+
+    factor = 1.0
 
     def forward(self, states):
-        return F.linear(states, self.weight.to(states.dtype))
+        return F.linear(states, (self.factor * self.weight).to(states.dtype))
 
 
 def compute_as_given(layer):
-    """Have the adapter of a layer, whose weights are float32, compute in the type of the layer's input."""
+    """Have the adapter of a layer, whose weights are float32, compute in the type of the layer's input. It scales its
+    small matrix, not its output, whose gradient would be copied."""
     layer.cast_input_dtype_enabled = False
     for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
         linear.__class__ = CastLinear
+    for name, linear in layer.lora_A.items():
+        linear.factor, layer.scaling[name] = layer.scaling[name], 1.0
 
 
 def peft_name(name):

@@ -2,6 +2,7 @@
 
 GPU_TESTS_ON_CPU=1 runs them with the CPU in the place of the GPU, to try the tests themselves."""
 import concurrent.futures
+import gc
 import os
 import signal
 import subprocess
@@ -50,6 +51,8 @@ def test_log_probabilities_of_rows_and_of_a_tree(dtype):
 
     def logps(device, dtype):
         scorer = common.Scorer(small_model(device, dtype)).eval()
+        if dtype == "bfloat16" and device == "cuda" and common.models.takes_grouped_queries():
+            common.models.use_grouped_attention(scorer.model)
         return torch.cat(common.action_outputs(scorer, items, 4096, device)) / lengths                # (6,) a token
     tolerance = TOLERANCES[dtype]["logp"]
     found = logps(DEVICE, dtype)
@@ -107,6 +110,23 @@ def test_samples_by_graphs_are_those_without_and_those_of_the_cpu(temperature, m
     assert num_equal(without, expected) >= 19 and num_equal(replies, expected) >= 19         # of 20: rounding
     engine, replies = sampled(model.bfloat16(), temperature, True)
     assert engine.has_few_shapes and all(0 < len(ids) <= 39 for ids in replies)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="about CUDA graphs")
+def test_graphs_are_captured_while_those_of_another_engine_become_garbage(monkeypatch):
+    model = small_model(DEVICE)
+    engines, forward = [sampled(model, 1.0, True)[0]], model.model.norm.forward
+    engines[0].itself = engines[0]
+
+    def collects(hidden):
+        if torch.cuda.is_current_stream_capturing():
+            engines.clear()
+            if gc.isenabled():                                       # as Python does at any time
+                gc.collect()
+        return forward(hidden)
+    monkeypatch.setattr(model.model.norm, "forward", collects)
+    engine, _ = sampled(model, 1.0, True)
+    assert engine.has_few_shapes and not engines
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="about CUDA graphs")

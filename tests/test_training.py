@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -120,7 +121,7 @@ def test_log_probabilities_in_parts_are_those_of_all_logits(monkeypatch):
     logits = 20 * torch.tanh((hidden @ weight.T + bias) * 1.3 / 20)
     expected = torch.log_softmax(logits, -1)[range(50), ids]
     expected_gradients = torch.autograd.grad((expected * factors).sum(), values)
-    sizes, linear = [], torch.nn.functional.linear
+    sizes, linear = [], F.linear
     monkeypatch.setattr(common.models, "float_sums", lambda hidden, *rest: sizes.append(len(hidden)) or linear(
         hidden, *rest))
     for is_fast, limit, largest, num_rows in (
@@ -135,7 +136,12 @@ def test_log_probabilities_in_parts_are_those_of_all_logits(monkeypatch):
         assert max(sizes) == largest and sum(sizes) == num_rows
 
 
-def test_grouped_queries_see_the_same_without_copies(tiny):
+def test_grouped_queries_see_the_same_without_copies(tiny, monkeypatch):
+    def attend(query, key, value, mask, _, dropout, is_causal, scale):
+        later = torch.ones(mask.shape[-2:], dtype=bool).triu(1) & torch.tensor(is_causal)
+        hidden = mask.masked_fill(later, -torch.inf)                 # no more than the mask hides
+        return [F.scaled_dot_product_attention(query, key, value, hidden, dropout, scale=scale, enable_gqa=True)]
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", attend)       # a GPU's
     model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=781,
                                          num_attention_heads=4, num_key_value_heads=2)).eval()
     expected = common.Scorer(model)(a_batch(tiny[1]))
@@ -150,10 +156,10 @@ def test_logits_are_not_rounded_to_bfloat16():
     torch.manual_seed(0)
     head, hidden, ids = torch.nn.Linear(64, 300, bias=False), 8 * torch.randn(50, 64), torch.randint(0, 300, (50,))
     assert torch.equal(common.token_logps(Projection(head.weight), hidden, ids),
-                       -torch.nn.functional.cross_entropy(head(hidden), ids, reduction="none"))
+                       -F.cross_entropy(head(hidden), ids, reduction="none"))
     head, hidden = head.bfloat16(), hidden.bfloat16().requires_grad_()
     expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
-    rounded = -torch.nn.functional.cross_entropy(head(hidden).float(), ids, reduction="none")
+    rounded = -F.cross_entropy(head(hidden).float(), ids, reduction="none")
     logps = common.token_logps(Projection(head.weight), hidden, ids)
     assert logps.dtype == torch.float32
     assert (logps - expected).abs().max() < 1e-5 < 1e-2 < (rounded - expected).abs().max()
