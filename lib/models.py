@@ -423,9 +423,11 @@ def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, sc
     """As transformers' "sdpa" with a mask that hides all later tokens. "sdpa" repeats the keys and values of grouped
     queries and computes hidden scores, too; the kernel of an H100 for bfloat16 need not."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    if attention_mask is None or query.shape[2] == 1 or query.shape[3] > MAX_GROUPED:
+    takes_heads = query.shape[3] <= MAX_GROUPED and query.shape[3] % 8 == 0 and not dropout
+    takes_mask = attention_mask is not None and attention_mask.dtype == query.dtype     # bools: a sliding window's
+    if not takes_heads or not takes_mask or query.shape[2] == 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention     # F's function takes no mask that is causal
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention     # checks nothing; F's takes no mask that is causal
     output = attend(query, key, value, attention_mask, True, dropout, True, scale=scaling)[0]
     return output.transpose(1, 2).contiguous(), None
 

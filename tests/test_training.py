@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig
 
 import common
 from compare import assert_same_steps, furthest, greatest_difference, set_weights, weights
@@ -46,12 +46,16 @@ def flags(workspace, out, *more):
                         "--max-steps", 8, "--save-every", 1, *more)
 
 
-def a_batch(tokenizer):
+def items_of_trees(tokenizer):
     rng, items = random.Random(0), []
     for prompt in ("<|user|>Can you help?<|assistant|>", "<|user|>Please write a function.<|assistant|>"):
         actions = [[rng.randrange(4, 700) for _ in range(length)] for length in (3, 7, 5)]
         items.append(common.actions_item(tokenizer, prompt, actions))
-    return common.collate(items)
+    return items
+
+
+def a_batch(tokenizer):
+    return common.collate(items_of_trees(tokenizer))
 
 
 # --- shards and files
@@ -136,18 +140,34 @@ def test_log_probabilities_in_parts_are_those_of_all_logits(monkeypatch):
         assert max(sizes) == largest and sum(sizes) == num_rows
 
 
-def test_grouped_queries_see_the_same_without_copies(tiny, monkeypatch):
+@pytest.mark.parametrize("kind, options, is_tree, is_taken", [
+    (LlamaConfig, {}, True, True),
+    (LlamaConfig, {"head_dim": 12}, True, False),                    # no multiple of 8
+    (LlamaConfig, {"attention_dropout": .1}, True, False),           # cuDNN rounds it to sixteenths
+    (MistralConfig, {"sliding_window": 4}, True, True),
+    (MistralConfig, {"sliding_window": 4}, False, False)])           # transformers' own mask, of bools
+def test_grouped_queries_see_the_same_without_copies(tiny, monkeypatch, kind, options, is_tree, is_taken):
+    calls = []
+
     def attend(query, key, value, mask, _, dropout, is_causal, scale):
+        calls.append(mask)
         later = torch.ones(mask.shape[-2:], dtype=bool).triu(1) & torch.tensor(is_causal)
         hidden = mask.masked_fill(later, -torch.inf)                 # no more than the mask hides
         return [F.scaled_dot_product_attention(query, key, value, hidden, dropout, scale=scale, enable_gqa=True)]
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", attend)       # a GPU's
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=781,
-                                         num_attention_heads=4, num_key_value_heads=2)).eval()
-    expected = common.Scorer(model)(a_batch(tiny[1]))
+    model = AutoModelForCausalLM.from_config(kind(hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+                                                  vocab_size=781, num_attention_heads=4, num_key_value_heads=2,
+                                                  **options))
+    items = items_of_trees(tiny[1])
+    batch = common.collate(items if is_tree else list(map(common.without_trees, items)))
+
+    def values():
+        torch.manual_seed(0)                                         # of dropout
+        return common.Scorer(model)(batch)
+    expected = values()
     use_grouped_attention(model)
-    torch.testing.assert_close(common.Scorer(model)(a_batch(tiny[1])), expected)
-    assert model.config._attn_implementation == "grouped"
+    torch.testing.assert_close(values(), expected)
+    assert model.config._attn_implementation == "grouped" and bool(calls) == is_taken
 
 
 def test_logits_are_not_rounded_to_bfloat16():
