@@ -747,13 +747,14 @@ class CastLinear(torch.nn.Linear):
 
 
 def compute_as_given(layer):
-    """Have the adapter of a layer, whose weights are float32, compute in the type of the layer's input. It scales its
-    small matrix, not its output, whose gradient would be copied."""
+    """Have the adapter of a layer, whose weights are float32, compute in the type of the layer's input. Its small
+    matrix is scaled, so that --compile drops the scaling of its output, whose gradient would be copied."""
     layer.cast_input_dtype_enabled = False
     for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
         linear.__class__ = CastLinear
     for name, linear in layer.lora_A.items():
-        linear.factor, layer.scaling[name] = layer.scaling[name], 1.0
+        linear.factor *= layer.scaling[name]
+        layer.scaling[name] = 1.0
 
 
 def peft_name(name):
