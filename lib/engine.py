@@ -17,7 +17,7 @@ from lib.runtime import InputError, say
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
 MIN_ACTIVE_FRAC = 0.75          # of the rows that a decoding step computes
-# All but cuDNN's kernel, which takes .05 s to plan for each new shape, as most prefill passes have
+# All but cuDNN's kernel: planning it takes .05 s for each new shape, and most prefill passes have a new one
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

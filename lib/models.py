@@ -433,8 +433,8 @@ def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, sc
 
 
 def takes_grouped_queries():
-    """Whether torch takes cuDNN's kernel on this GPU, as grouped_attention needs: not before cuDNN 9.15.1
-    (check_prefer_cudnn_attention in torch's sdp_utils.cpp). Others would hold all scores in float32."""
+    """Whether grouped_attention may call cuDNN's kernel on this GPU: where torch prefers it, too, not before cuDNN
+    9.15.1 (check_prefer_cudnn_attention in torch's sdp_utils.cpp)."""
     return torch.cuda.get_device_capability()[0] in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
 
 
