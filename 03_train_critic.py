@@ -105,7 +105,7 @@ def split_groups(trajectories, args):
 def examples_of(trajectories, groups, reader, args):
     """(groups, examples, ref_examples) of those groups of trajectory numbers that are short enough, with c in both
     kinds of examples unless --reference-sees-c is no. ref_examples: what the reference reads.
-    reader: the tokenizer or, of a critic that sees, vision.Sight."""
+    reader: the tokenizer or, for a visual critic, vision.Sight."""
     examples = ref_examples = common.trajectory_examples(trajectories, groups, reader, not args.no_privileged)
     if not args.reference_sees_c:
         ref_examples = common.trajectory_examples(trajectories, groups, reader, sees_c=False)
@@ -117,7 +117,7 @@ def examples_of(trajectories, groups, reader, args):
 
 
 def open_reader(domain, args):
-    """What makes tokens of dialogues: the tokenizer of --model or, of a critic that sees, vision.Sight."""
+    """What makes tokens of dialogues: the tokenizer of --model or, for a visual critic, vision.Sight."""
     if not reads_images(args.model):
         return load_tokenizer(args.model)
     processor = critic_processor(args.model, args.head, domain, args.trajectories)

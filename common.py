@@ -718,7 +718,7 @@ class Critic:
     sees_c: bool = True
     ref_sees_c: bool = True                     # whether the reference reads c when actions are scored
     is_visual: bool = False
-    sight: object = None                        # of a critic that sees: vision.Sight
+    sight: object = None                        # of a visual critic: vision.Sight
     scorer: object = None
     ref_scorer: object = None                   # None: a head, whose initial values are 0
 
@@ -743,7 +743,7 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
         say(f"{folder}: --reference-sees-c no does nothing for a critic with a head, or one that does not see c")
         critic.ref_sees_c = True
     if critic.is_visual and not domain.views:
-        raise InputError(f"{folder}: a critic that sees cannot rank {domain.NOUN}s, which have nothing to see")
+        raise InputError(f"{folder}: a visual critic cannot rank {domain.NOUN}s, which have nothing to see")
     if tokenizer and not critic.is_visual:
         if tokenizer_name(models.load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
             raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
@@ -852,7 +852,7 @@ def visual_item(rows):
 def trajectory_examples(trajectories, groups, reader, sees_c):
     """An Example, without pairs, for each tuple of trajectory numbers, an item a trajectory.
 
-    reader: the tokenizer or, of a critic that sees, vision.Sight.
+    reader: the tokenizer or, for a visual critic, vision.Sight.
     sees_c: whether c stands in front; None: where the logged agent saw it."""
     numbers = sorted({number for group in groups for number in group})
     if isinstance(reader, vision.Sight):
