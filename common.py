@@ -52,7 +52,7 @@ def agent_messages(history, max_rounds, domain_prompt, system=None):
 
     The prompt is the domain's; the user's message that opens the last round then ends with a note.
     system: a text that replaces this prompt and the note.
-    `c` is not an argument: no agent of 02 can see it."""
+    `c` is not an argument: no model that plays the agent can see it."""
     prompt = domain_prompt.format(max_rounds=max_rounds) if system is None else system
     messages = [{"role": "system", "content": prompt}] if prompt or system is not None else []
     for turn in history:
@@ -86,7 +86,7 @@ def system_prompt(trajectory):
 
 
 def shown_system(trajectory):
-    """The system prompt that the agent of a trajectory had, ours with them; it may be empty."""
+    """The system prompt that the agent of a trajectory had, also where it is ours; it may be empty."""
     text = system_prompt(trajectory)
     return our_system(trajectory) if text is None else text
 
@@ -152,7 +152,7 @@ Row = namedtuple("Row", "ids turn_ids prompt_length images", defaults=(None, ())
 # items    lists of rows: a trajectory (one row where the chat template only appends, else several), or actions of one
 #          state (one row, a tree)
 # pairs    ((item, action), (item, action)) of chosen and rejected actions
-# task_id  for messages
+# task_id  the task of its first item: 03 holds out whole tasks by it
 #
 #                  items                        actions of an item           pairs
 #     sweet        1: a state                   its candidates               of actions of this item
