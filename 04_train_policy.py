@@ -450,7 +450,7 @@ PRESETS = {"paper-backend": LARGE, "paper-frontend": LARGE, "released-backend": 
 
 def add_candidates(parser):
     """The flags of candidates and their pairs."""
-    group = parser.add_argument_group("SWEET's candidates and pairs (ignored by other methods)")
+    group = parser.add_argument_group("SWEET's candidates and pairs (other methods ignore or refuse these)")
     group.add_argument("--data-frac", type=flags.share_flag, default=0.1, help="share of the trajectories whose turns "
                        "are used (the published code uses a tenth of 15,000; with a few hundred, use 1)")
     group.add_argument("--num-candidates", type=flags.num_samples_flag, default=16, help="actions sampled a turn")
