@@ -4,10 +4,10 @@ Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
         "sample", "num_rounds", "max_rounds", what the domain's scorer says (screenshots in the folder FILE.images), and
         how it was made: "agent", "simulator", "tokenizer", "best_of", "critic", "informed"; where they apply
-        "temperature", "system_prompt", "no_room" (no further turn would fit into a model), "branch", "continuation".
-        A turn that a model has sampled has "output" (the raw text) and, where they are known, "input" (the rendered
-        prompt) and "output_ids" (the sampled ids); "truncated" where --max-new-tokens has cut it. A turn of the
-        environment has "tool", one of a simulating model "leak" if it reveals the reference.
+        "temperature", "system_prompt", "chat_template_args", "no_room" (no further turn would fit into a model),
+        "branch", "continuation". A turn of an agent's model has "output" (the raw text); if known, "input" (the
+        rendered prompt) and "output_ids" (as sampled); "truncated" if --max-new-tokens cut it. A simulating model's
+        has "output" if its raw text differs, "leak" if it reveals the reference. One of the environment has "tool".
 
 The simulator opens with the request. In each of --max-rounds rounds the agent sends a message and the simulator
 replies. The task's domain (colbench/) says which message is the answer, and scores it.
@@ -54,7 +54,7 @@ class Dialogue:
     """A dialogue that is being rolled out."""
 
     task: dict
-    sample: int                                 # which of the task's dialogues; of --branch which of all
+    sample: int                                 # its number among the task's dialogues; with --branch among all
     history: list                               # the turns so far, {"role", "content", …} each
     system: str | None                          # the agent's system prompt; None: ours
     random_name: int | str                      # seeds its random numbers, with seed, task and turn (random_key)
@@ -379,7 +379,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("critics")
     group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")
     group.add_argument("--critic", type=flags.text_flag, help="who picks one of --best-of: a critic folder (03); "
-                       "judge:MODEL; untrained (the agent itself, whose reference does not see c)")
+                       "judge:MODEL; untrained (the agent itself, with a reference that does not see c)")
     flags.add_reference(group)
     group.add_argument("--branch", type=flags.positive_int, metavar="N", help="go on from N turns of trajectories")
     group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8, help="messages in each of them")

@@ -50,12 +50,12 @@ def bradley_terry_losses(advantages, logps, lengths, beta, nll_coef):
     """Eq. 2 of pairs of trajectories: (losses (P,), {name: (P,)} for the log).
 
     advantages   (2P, M) eq. 3 of each turn: the chosen trajectory of a pair, then its rejected one, and so on
-    logps        (2P, M) its log-probability under the critic; of a head its number, and nll_coef is 0
-    lengths      (2P, M) its tokens, 0 where there is no such turn"""
+    logps        (2P, M) its log-probability under the critic, or a head's number (nll_coef is then 0)
+    lengths      (2P, M) how many tokens it has, 0 where there is no such turn"""
     scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
     chosen = beta * scores[0::2]                                     # (P,) rewards
     rejected = beta * scores[1::2]                                   # (P,)
-    nlls = -logps.sum(1) / lengths.sum(1)                           # (2P,) means over a trajectory's agent tokens
+    nlls = -logps.sum(1) / lengths.sum(1)                            # (2P,) means over a trajectory's agent tokens
     nll = nlls[0::2]                                                 # (P,) of the chosen one
     losses = -F.logsigmoid(chosen - rejected) + nll_coef * nll       # (P,)
     return losses, {"chosen": chosen, "rejected": rejected, "nll": nll}
@@ -105,7 +105,7 @@ def split_groups(trajectories, args):
 def examples_of(trajectories, groups, reader, args):
     """(groups, examples, ref_examples) of those groups of trajectory numbers that are short enough, with c in both
     kinds of examples unless --reference-sees-c is no. ref_examples: what the reference reads.
-    reader: the tokenizer or, of a critic that sees, vision.Sight."""
+    reader: the tokenizer or, for a visual critic, vision.Sight."""
     examples = ref_examples = common.trajectory_examples(trajectories, groups, reader, not args.no_privileged)
     if not args.reference_sees_c:
         ref_examples = common.trajectory_examples(trajectories, groups, reader, sees_c=False)
@@ -117,7 +117,7 @@ def examples_of(trajectories, groups, reader, args):
 
 
 def open_reader(domain, args):
-    """What makes tokens of dialogues: the tokenizer of --model or, of a critic that sees, vision.Sight."""
+    """What makes tokens of dialogues: the tokenizer of --model or, for a visual critic, vision.Sight."""
     if not reads_images(args.model):
         return load_tokenizer(args.model)
     processor = critic_processor(args.model, args.head, domain, args.trajectories)
@@ -126,8 +126,8 @@ def open_reader(domain, args):
 
 def train(scorer, examples, ref_logps, returns, args, run):
     """Train the scorer's model on the examples, from the last saved state.
-    ref_logps: of each example what common.reference_logps gives.
-    returns: with --head value of each example the return of its trajectory, at least 0."""
+    ref_logps: what common.reference_logps gives for each example.
+    returns: with --head value, the return of each example's trajectory, at least 0."""
     loop = training.Loop(scorer, examples, args.batch_size, args, run)
     for step, batch_numbers in loop.steps():
         num_terms = len(batch_numbers)                                    # the step's loss is a mean over these

@@ -71,7 +71,7 @@ def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
 
     logps, ref_logps   of the chosen and the rejected action of each pair, (P, 2): its log-probability under the policy
                        and under the model at the start
-    lengths            their tokens, (P, 2)"""
+    lengths            how many tokens they have, (P, 2)"""
     rewards = beta * (logps - ref_logps)                             # (P, 2)
     chosen, rejected = rewards.T                                     # (P,) each
     nll = -logps[:, 0] / lengths[:, 0]                               # (P,) a mean over the chosen action's tokens
@@ -413,7 +413,7 @@ METHODS = {
 
 def train(scorer, examples, ref_logps, losses_of, args, run):
     """Train the scorer's model on the examples, from the last saved state.
-    ref_logps: of each example what common.reference_logps gives; None where turns are imitated.
+    ref_logps: what common.reference_logps gives for each example; None where turns are imitated.
     losses_of: as of Method."""
     loop = training.Loop(scorer, examples, examples_a_step(args), args, run)
     for step, batch_numbers in loop.steps():
@@ -450,7 +450,7 @@ PRESETS = {"paper-backend": LARGE, "paper-frontend": LARGE, "released-backend": 
 
 def add_candidates(parser):
     """The flags of candidates and their pairs."""
-    group = parser.add_argument_group("SWEET's candidates and pairs (ignored by other methods)")
+    group = parser.add_argument_group("SWEET's candidates and pairs (other methods ignore or refuse these)")
     group.add_argument("--data-frac", type=flags.share_flag, default=0.1, help="share of the trajectories whose turns "
                        "are used (the published code uses a tenth of 15,000; with a few hundred, use 1)")
     group.add_argument("--num-candidates", type=flags.num_samples_flag, default=16, help="actions sampled a turn")

@@ -37,7 +37,7 @@ HIDDEN_INFO = "The {noun} that this person needs is the following.\n{ground_trut
 
 
 def agent_chat(trajectory, history):
-    """agent_messages of the agent of a trajectory after `history`."""
+    """The chat that a trajectory's agent sees after `history` (agent_messages)."""
     max_rounds = trajectory.get("max_rounds", 10)
     return agent_messages(history, max_rounds, domain_of(trajectory["task"]).AGENT_SYSTEM, system_prompt(trajectory))
 
@@ -52,7 +52,7 @@ def agent_messages(history, max_rounds, domain_prompt, system=None):
 
     The prompt is the domain's; the user's message that opens the last round then ends with a note.
     system: a text that replaces this prompt and the note.
-    `c` is not an argument: no agent of 02 can see it."""
+    `c` is not an argument: no model that plays the agent can see it."""
     prompt = domain_prompt.format(max_rounds=max_rounds) if system is None else system
     messages = [{"role": "system", "content": prompt}] if prompt or system is not None else []
     for turn in history:
@@ -86,13 +86,13 @@ def system_prompt(trajectory):
 
 
 def shown_system(trajectory):
-    """The system prompt that the agent of a trajectory had, ours with them; it may be empty."""
+    """The system prompt that the agent of a trajectory had, also where it is ours; it may be empty."""
     text = system_prompt(trajectory)
     return our_system(trajectory) if text is None else text
 
 
 def hidden_info(task):
-    """The text that states c; empty of a task that has none."""
+    """The text that states c; empty for a task without one."""
     if not task["ground_truth"]:
         return ""
     return HIDDEN_INFO.format(noun=domain_of(task).NOUN, ground_truth=task["ground_truth"])
@@ -143,7 +143,7 @@ def check_prompt(agent, tokenizer, system, arguments):
 # turn_ids        of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
 #                 simulator, c). An action is what gets one log-probability: an agent's turn (critics, rft, sft), a
 #                 candidate (sweet), a whole dialogue (mtdpo: as_one_action); in examples/grpo.py a single token
-# prompt_length   None or, of a tree, the number of its prompt's tokens: several actions continue one prompt, which is
+# prompt_length   None or, for a tree, the number of its prompt's tokens: several actions continue one prompt, which is
 #                 computed once; each action sees the prompt and itself
 # images          the image files (None: a black one) that a row of a visual critic shows; it is one action
 Row = namedtuple("Row", "ids turn_ids prompt_length images", defaults=(None, ()))
@@ -152,7 +152,7 @@ Row = namedtuple("Row", "ids turn_ids prompt_length images", defaults=(None, ())
 # items    lists of rows: a trajectory (one row where the chat template only appends, else several), or actions of one
 #          state (one row, a tree)
 # pairs    ((item, action), (item, action)) of chosen and rejected actions
-# task_id  for messages
+# task_id  the task of its first item: 03 holds out whole tasks by it
 #
 #                  items                        actions of an item           pairs
 #     sweet        1: a state                   its candidates               of actions of this item
@@ -319,7 +319,7 @@ def collate(items, device="cpu"):
     ids             (R, T) token ids, 0 where padded
     positions       (R, T) position of each token; a tree's actions all begin where its prompt ends
     turn_ids        (R, T) as of Row, -1 where padded
-    previous        (R, T) place of the token before; of the first token of a tree's action the prompt's last
+    previous        (R, T) place of the token before; for the first token of a tree's action, of the prompt's last
     item_index      (R,)   the item of each row
     lengths         (B, M) number of tokens of each item's actions, 0 where it has no such action
     action_tokens   (2, N) row and place of each token of an action
@@ -575,7 +575,7 @@ def check_positions(items, model):
 
 
 def num_positions(row):
-    """How many tokens follow each other in a row; of a tree its prompt and its longest action."""
+    """How many positions a row needs: one a token; for a tree, those of its prompt and its longest action."""
     if row.images:                                                  # has positions of its own kind
         return 0
     if row.prompt_length is None:
@@ -680,10 +680,10 @@ def load_whole(device, dtype="float32"):
 def action_advantages(logps, ref_logps, lengths, normalize):
     """Eq. 3: the advantage, also called the score of a candidate (02, 04) and the advantage of a turn (05, the report).
 
-    logps, ref_logps   (B, M) log-probabilities of actions under critic and reference; of a head its number, and 0
-    lengths            (B, M) their tokens; 0 where an action is missing
+    logps, ref_logps   (B, M) log-probabilities of actions under critic and reference; with a head, its numbers and 0
+    lengths            (B, M) how many tokens they have; 0 where an action is missing
 
-    Returns advantages (B, M). Of a trajectory their sum over M is its score; of actions of one state each is a score.
+    Returns advantages (B, M). A trajectory's score is their sum over M; of actions in one state, each is a score.
     normalize "turn": each action's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
     logratios = logps - ref_logps                                                   # (B, M)
     if normalize == "turn":
@@ -718,7 +718,7 @@ class Critic:
     sees_c: bool = True
     ref_sees_c: bool = True                     # whether the reference reads c when actions are scored
     is_visual: bool = False
-    sight: object = None                        # of a critic that sees: vision.Sight
+    sight: object = None                        # of a visual critic: vision.Sight
     scorer: object = None
     ref_scorer: object = None                   # None: a head, whose initial values are 0
 
@@ -743,7 +743,7 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
         say(f"{folder}: --reference-sees-c no does nothing for a critic with a head, or one that does not see c")
         critic.ref_sees_c = True
     if critic.is_visual and not domain.views:
-        raise InputError(f"{folder}: a critic that sees cannot rank {domain.NOUN}s, which have nothing to see")
+        raise InputError(f"{folder}: a visual critic cannot rank {domain.NOUN}s, which have nothing to see")
     if tokenizer and not critic.is_visual:
         if tokenizer_name(models.load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
             raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
@@ -783,8 +783,8 @@ def critic_line(critic):
 
 
 def load_critic(critic, load):
-    """Load the Scorers of a Critic. The reference is the model that 03 began with, by its name: of an adapter folder
-    the same model with its adapter off, of an untrained critic the critic itself, of one with a head None.
+    """Load the Scorers of a Critic. The reference is the model that 03 began with, by its name. Of an adapter it is
+    the same model with its adapter off, of an untrained critic the critic itself, of a critic with a head None.
 
     load(name, lora=…, has_head=…) loads one: load_whole, or load_scorer where it is split over the ranks."""
     has_head = critic.head != "lm"
@@ -852,7 +852,7 @@ def visual_item(rows):
 def trajectory_examples(trajectories, groups, reader, sees_c):
     """An Example, without pairs, for each tuple of trajectory numbers, an item a trajectory.
 
-    reader: the tokenizer or, of a critic that sees, vision.Sight.
+    reader: the tokenizer or, for a visual critic, vision.Sight.
     sees_c: whether c stands in front; None: where the logged agent saw it."""
     numbers = sorted({number for group in groups for number in group})
     if isinstance(reader, vision.Sight):

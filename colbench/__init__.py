@@ -102,7 +102,7 @@ from colbench.schema import label, nullable, record
 
 
 class ColBenchError(Exception):
-    """Bad input, or something missing on this machine: one line that says where, what and how to mend it."""
+    """Bad input, or something missing on this machine: one line that says where, what and how to fix it."""
 
 
 def beside(name):

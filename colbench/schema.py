@@ -27,9 +27,9 @@ def checker(kind):
     return kind
 
 
-def whole(low, high=MAX_WORD - 1):
-    """A whole number from `low` to `high`."""
-    return number(low, high, (int,), "a int")
+def whole(low):
+    """A whole number of 64 bits, `low` or more."""
+    return number(low, MAX_WORD - 1, (int,), "a int")
 
 
 def number(low, high, types=(int, float), noun="a number"):

@@ -32,7 +32,7 @@ def environment(domain, images, rows_in, arguments, device="cpu"):
 
 
 def sight_of(processor, domain, arguments):
-    """The vision.Sight of a critic that sees, for a stage that writes arguments["out"]."""
+    """The vision.Sight of a visual critic, for a stage that writes arguments["out"]."""
     return vision.Sight(processor, domain, functools.partial(show_documents, domain, arguments))
 
 

@@ -33,10 +33,10 @@ def next_tokens(logits, uniforms, temperatures):
     return torch.where(is_greedy, logits.argmax(-1), tokens)
 
 
-def few_sizes(number, least=64):
-    """The next of few sizes, which is at most a quarter above, but a multiple of `least`."""
+def few_sizes(number):
+    """The next of a few sizes, all multiples of 64: at most 63 or a quarter above `number`, whichever is more."""
     eighth = 2 ** (number - 1).bit_length() // 8
-    step = max(least, eighth)
+    step = max(64, eighth)
     return math.ceil(number / step) * step
 
 

@@ -26,7 +26,7 @@ from lib import VERSION
 
 
 class InputError(Exception):
-    """Bad input from the user: one line that says where, what and how to mend it. Ends the stage with status 2."""
+    """Bad input from the user: one line that says where, what and how to fix it. Ends the stage with status 2."""
 
 
 # Where a stage runs, as start() says it: the number of this process, how many there are, its torch.device

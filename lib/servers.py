@@ -136,7 +136,7 @@ class Server:
                 pass                                                 # it answers later
             except httpx.HTTPError as error:
                 raise InputError(f"{client.base_url}: nobody answers ({one_line(error)}); start the server first, or "
-                                 "mend the address") from None
+                                 "correct the address") from None
 
     async def send(self, client, request):
         """What the server answers; from now on without SAMPLING where these fields are the reason for a refusal."""

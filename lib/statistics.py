@@ -196,7 +196,7 @@ def measure_turns(trajectories, domain):
     """Give every trajectory the "kinds" of its agent turns and "known": was all that matters known before the last one?
 
     Returns {"all_known", "success_when_known", "success_when_not_known", "turns": {kind: share}} of one method, without
-    means of no dialogue. Where a task does not say what matters, "known" is None, and the answer is empty."""
+    means of no dialogue. Where a task does not say what matters, "known" is None, and the result is {}."""
     outcomes = {True: [], False: [], None: []}                       # by "known"
     kinds = collections.Counter()
     for trajectory in trajectories:

@@ -1,4 +1,4 @@
-"""Vision-language models: a user simulator that sees pages, and all of a critic that sees them.
+"""Vision-language models: a user simulator that sees pages, and what a visual critic needs.
 
 `views` of a turn, ((caption, document or None), …), are what such a critic is shown of it (`views` of a domain). A row,
 (ids, image files), is the chat that shows them; None in place of a file is a black image."""
@@ -45,7 +45,7 @@ def load_vision(name, device, dtype="float32"):
 
 
 def critic_processor(name, head, domain, path):
-    """The processor of a model that is trained as a critic which sees; InputError where it cannot be one.
+    """The processor of a model that is trained as a visual critic; InputError where it cannot be one.
     head: --head. path: of the trajectories, which are of the domain."""
     if not domain.views:
         raise InputError(f"{name}: a model that sees can be no critic of {domain.NOUN}s ({path}), which have nothing "
@@ -81,10 +81,10 @@ def vision_reply(model, processor, messages, max_new_tokens):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# a critic that sees
+# the visual critic
 
 class Sight(NamedTuple):
-    """What a critic that sees needs beside its scorer."""
+    """What a visual critic needs beside its scorer."""
 
     processor: object               # load_processor's
     domain: object                  # its `views` and NOUN

@@ -46,7 +46,7 @@ CRITICS = {                     # {name of a critic's folder: its critic.json, o
     "NO_FORM": '{"head": "lm", "normalize": "x"}',
     "SIGHT": '{"visual": true, "head": "value", "normalize": "none", "privileged": true, "reference": "r"}'}
 OTHER = '… two tasks with different references have the "task_id"'
-NO_SIGHT = "SIGHT: a critic that sees cannot rank functions, which have nothing to see"
+NO_SIGHT = "SIGHT: a visual critic cannot rank functions, which have nothing to see"
 MISTAKES = {                    # {stage and flags: how the line begins … what is further in it}
     "1 --check HALF_TASK": "HALF_TASK:2: not JSON (", "2 --agent script --tasks HALF_TASK": "HALF_TASK:2: not JSON (",
     "3 LEARN HALF_DIALOGUE": HALF_DIALOGUE, "4 --method sft LEARN HALF_DIALOGUE": HALF_DIALOGUE,
