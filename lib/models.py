@@ -265,7 +265,6 @@ def whole_model(name, dtype=torch.float32):
             config.tie_word_embeddings = False
     if not is_adapter(name):
         return model
-    check_base(name)
     peft = import_peft()
     with loading(name):
         adapted = peft.PeftModel.from_pretrained(model, name, torch_device="cpu", autocast_adapter_dtype=False)
@@ -636,14 +635,12 @@ def save_model(folder, model, tokenizer, merge=False):
 
 
 def save_adapter(folder, model, tokenizer, tensors):
-    """Write a model's adapter, whose values are in `tensors`, and the tokenizer in PEFT's format; for one rank. The
-    file of weights names the fingerprint of the base (check_base), alone: safetensors gives several keys no order."""
+    """Write a model's adapter, whose values are in `tensors`, and the tokenizer in PEFT's format; for one rank."""
     from safetensors.torch import save_file
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {peft_name(name): tensors[name].contiguous() for name in adapter_parameters(model)}
     config = model.peft_config["default"]
-    known = weights_fingerprint(config.base_model_name_or_path) or ""
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"base_fingerprint": known})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -663,26 +660,8 @@ def is_adapter(name):
 
 
 def base_of(folder):
-    """The name of the model that an adapter folder belongs to; InputError that says what to do where it is not here."""
-    base = read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ADAPTER)["base_model_name_or_path"]
-    try:
-        read_config(base)
-    except InputError as error:
-        raise InputError(f"{folder}: its base model cannot be used ({error}); write where it is into {folder}/"
-                         f"{ADAPTER_CONFIG} (base_model_name_or_path)") from None
-    return base
-
-
-def check_base(folder):
-    """InputError where an adapter's base has another fingerprint than when the adapter was trained; one that other
-    programs made has none."""
-    from safetensors import safe_open
-    base = base_of(folder)
-    with loading(folder), safe_open(pathlib.Path(folder) / ADAPTER_WEIGHTS, "pt") as file:
-        known = (file.metadata() or {}).get("base_fingerprint")
-    if known and weights_fingerprint(base) not in (None, known):
-        raise InputError(f"{folder}: its base model {base} has other weights than when the adapter was trained; put "
-                         "them back, or train it again")
+    """The name of the model that an adapter folder belongs to."""
+    return read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ADAPTER)["base_model_name_or_path"]
 
 
 def lora_config(name, rank, targets, merge):

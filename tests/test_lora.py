@@ -2,7 +2,6 @@
 import functools
 import json
 import math
-import re
 import shutil
 import sys
 
@@ -244,22 +243,20 @@ def test_a_head_is_trained_beside_the_adapter(data, tmp_path, tiny):
     assert len(set(outputs_of(loaded.scorer).tolist())) == 2
 
 
-def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tmp_path):
+def test_a_base_that_moved_or_a_reference_that_changed_is_one_line(data, critic, policy, tiny, tmp_path):
     for folder in (policy, critic):
         config = shutil.copytree(folder, tmp_path / folder.name) / "adapter_config.json"
         config.write_text(config.read_text().replace(str(BASE), str(tmp_path / "moved")))
     play = ["--tasks", data / "tasks.jsonl", "--out", tmp_path / "x", "--agent"]
     best = [*play, BASE, "--best-of", 2, "--critic", tmp_path / "critic"]
     for arguments in ([*play, tmp_path / "policy"], best):
-        assert re.search(r"its base model cannot be used \(.*moved.*; write where it is into .*adapter_config",
-                         refused(2, *arguments))
+        assert refused(2, *arguments) == f"{tmp_path / 'moved'}: no such folder"
     shutil.copytree(BASE, tmp_path / "moved")
     assert load_model(str(tmp_path / "policy"), "cpu")[0] and common.read_critic(tmp_path / "critic", tiny[1], backend)
     set_weights(tmp_path / "moved", {name: tensor * 1.01 for name, tensor in weights(BASE).items()})
     assert refused(2, *best) == (
         f"{tmp_path / 'critic'}: its reference {tmp_path / 'moved'} has other weights than when the critic was trained "
         "from it; put them back, or train the critic again")
-    assert "other weights than when the adapter was trained" in refused(2, *play, tmp_path / "policy")
     assert not (tmp_path / "x").exists()
 
 
