@@ -147,50 +147,45 @@ def open_sampler(name, device, dtype, slots, max_length, tokenizer=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # many rows at once
 
-class RowMaker:
-    """Makes rows of a file, many at once, as add_rows says."""
+async def make_rows(rows, make_row, waiting, concurrency, progress):
+    """Make the rows of `waiting`, an iterator of (number, item), as add_rows says; returns why rows are missing."""
+    failures, num_in_a_row = [], 0                                  # num_in_a_row: failures since the last success
+    scoring = asyncio.Semaphore(concurrency)                        # for what is done in the background
 
-    def __init__(self, rows, make_row, waiting, concurrency, progress):
-        """waiting: an iterator of (number, item)."""
-        self.rows, self.make_row, self.waiting, self.progress = rows, make_row, waiting, progress
-        self.concurrency = concurrency
-        self.scoring = asyncio.Semaphore(concurrency)               # for what is done in the background
-        self.failures = []                                          # why rows are missing, a line each
-        self.num_in_a_row = 0                                       # failures
-
-    async def run(self):
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self.concurrency):
-                    group.create_task(self.work(group))
-        except BaseExceptionGroup as errors:                         # the first has ended the others
-            raise errors.exceptions[0] from None
-
-    async def work(self, group):
-        """Make one row after the other; `group` (asyncio.TaskGroup) has the background."""
-        for number, item in self.waiting:
-            if self.num_in_a_row >= max(20, self.concurrency):
-                break
-            try:
-                row = await self.make_row(item)
-            except ReplyError as error:
-                self.failures.append(str(error))
-                self.num_in_a_row += 1
-                continue
-            self.num_in_a_row = 0
-            if callable(row):
-                await self.scoring.acquire()
-                group.create_task(self.add(number, row))
-            else:
-                await self.add(number, row)
-
-    async def add(self, number, row):
+    async def add(number, row):
         """row: it, or the async function that gives it."""
         if callable(row):
             row = await row()
-            self.scoring.release()
-        self.rows.add(number, row)
-        self.progress.update()
+            scoring.release()
+        rows.add(number, row)
+        progress.update()
+
+    async def work():
+        """Make one row after the other."""
+        nonlocal num_in_a_row
+        for number, item in waiting:
+            if num_in_a_row >= max(20, concurrency):
+                break
+            try:
+                row = await make_row(item)
+            except ReplyError as error:
+                failures.append(str(error))
+                num_in_a_row += 1
+                continue
+            num_in_a_row = 0
+            if callable(row):
+                await scoring.acquire()
+                group.create_task(add(number, row))
+            else:
+                await add(number, row)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work())
+    except BaseExceptionGroup as errors:                             # the first has ended the others
+        raise errors.exceptions[0] from None
+    return failures
 
 
 def add_rows(rows, items, make_row, concurrency, runtime, group=1, execute=asyncio.run):
@@ -209,9 +204,8 @@ def add_rows(rows, items, make_row, concurrency, runtime, group=1, execute=async
     groups = set(sorted({number // group for number, _ in missing})[runtime.rank::runtime.world_size])
     mine = [(number, item) for number, item in missing if number // group in groups]
     with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=runtime.rank > 0) as progress:
-        maker = RowMaker(rows, make_row, iter(mine), concurrency, progress)
-        execute(maker.run())
-    return sum(gather(maker.failures), [])
+        failures = execute(make_rows(rows, make_row, iter(mine), concurrency, progress))
+    return sum(gather(failures), [])
 
 
 def finish_rows(rows, num_rows, failures, runtime):
