@@ -31,6 +31,7 @@ import pathlib
 import random
 import re
 import time
+from typing import Callable
 
 import torch
 
@@ -43,7 +44,6 @@ from lib.runtime import add_costs, begin_output, gather, InputError, is_done, re
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
 from lib.servers import is_server, NoRoom, ReplyError
 from lib.statistics import agent_places, heading_of, mean_over_tasks, measure_turns
-from lib.tracking import Track
 from lib.vision import action_views, documents_of, load_vision
 
 ROLES = "agent", "simulator", "judge"
@@ -73,7 +73,7 @@ class Players:
     simulator: Sampler | None = None            # None: the rule-based one
     judge: Sampler | None = None                # of --best-of with --critic judge:MODEL
     critic: common.Critic | None = None         # of --best-of with a critic of 03
-    track: Track | None = None                  # of --track
+    track: Callable | None = None               # of --track: runtime.open_track
     returns: list = dataclasses.field(default_factory=list)                 # of the dialogues that are finished
     verdicts: collections.Counter = dataclasses.field(default_factory=collections.Counter)      # of the judge
     # --branch: {(task id, candidate): its first turn, or the asyncio.Task that samples it}
@@ -324,7 +324,7 @@ async def scored_row(dialogue, players, args):
     trajectory = to_trajectory(dialogue, verdicts, players, args)
     dialogue.history = dialogue.answer = None                        # memory is for what is in flight
     players.returns.append(domain_of(dialogue.task).eval_score(trajectory))
-    players.track.log(len(players.returns), mean_return=sum(players.returns) / len(players.returns))
+    players.track(len(players.returns), mean_return=sum(players.returns) / len(players.returns))
     return trajectory
 
 
@@ -541,7 +541,7 @@ def main(argv=None):
     else:
         dialogues = new_dialogues(tasks, system, args.samples)
     begin_output(vars(args), out, inputs)
-    players.track = Track(args.track, out, vars(args))
+    players.track = runtime.open_track(args.track, out, vars(args))
     rows = Rows(out, run)
     if rows.done:
         say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")

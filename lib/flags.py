@@ -3,7 +3,7 @@ import argparse
 import math
 
 from lib import VERSION
-from lib.tracking import project_flag
+from lib.runtime import project_flag
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

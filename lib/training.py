@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from lib import runtime
 from lib.models import save_model, whole_tensor
-from lib.runtime import add_costs, barrier, InputError, is_main, say
-from lib.tracking import Track
+from lib.runtime import add_costs, barrier, InputError, is_main, open_track, say
 
 
 def fitting_numbers(examples, max_length, path):
@@ -142,7 +141,7 @@ class Loop:
         self.first_step = self.checkpoints.load()
         self.metrics = pathlib.Path(args.out, "metrics.jsonl")
         rows = cut_metrics(self.metrics, self.first_step)
-        self.track = Track(args.track, args.out, vars(args))
+        self.track = open_track(args.track, args.out, vars(args))
         self.seconds = rows[-1]["seconds"] if rows else 0
         self.last = time.perf_counter()
         self.tokens = 0                                             # trained on since the last saved state
@@ -210,7 +209,7 @@ class Loop:
                    "peak_memory_mb": runtime.peak_memory_mb(), "seconds": self.seconds}
             with open(self.metrics, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            self.track.log(**row)
+            self.track(**row)
 
 
 class Checkpoints:
