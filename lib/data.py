@@ -167,21 +167,17 @@ def fill_rewards(trajectories, arguments):
     arguments: the stage's, for environment(). InputError where they cannot be scored here."""
     unscored = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
     if unscored:
-        for trajectory, verdict in zip(unscored, missing_verdicts(unscored, trajectories, arguments)):
+        for trajectory, verdict in zip(unscored, missing_verdicts(unscored, arguments)):
             trajectory |= verdict
         say(f"computed {len(unscored):,} missing rewards")
 
 
 @on_main
-def missing_verdicts(unscored, trajectories, arguments):
-    """What the environment says of the answers of `unscored`, which are some of the trajectories."""
+def missing_verdicts(unscored, arguments):
+    """What the environment says of the answers of trajectories."""
     domain, out = domain_of(unscored[0]["task"]), arguments["out"]
     try:
         with environment(domain, f"{out}.images", pathlib.Path(out).parent, arguments) as scorer:
-            for key, value in scorer.about.items():
-                if any(t.get(key, value) != value for t in trajectories):
-                    raise InputError(f'{len(unscored):,} dialogues have no "reward", and others have it by another '
-                                     f"{key} than {value}: two scales; score all with 05 first")
             answers = [(t["task"], t["answer"]) for t in unscored]
             return asyncio.run(scorer.score(answers))
     except ColBenchError as error:

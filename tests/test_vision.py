@@ -288,5 +288,5 @@ def test_bad_input_is_one_line(dialogues, vlm, data, tmp_path):
              ["--method", "sft", "--trajectories", functions, "--model", vlm, "--out", out])]:
         assert message in refused(number, *arguments)
     assert not out.exists()
-    with pytest.raises(InputError, match="sees no images"):
+    with pytest.raises(InputError, match="no model of this name .*ImageTextToText"):
         load_vision(str(BASE), "cpu")
