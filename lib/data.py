@@ -87,16 +87,9 @@ def check_ids(tasks, names, path):
                              'of its own, or leave out the key "task_id" everywhere')
 
 
-def task_fault(row):
-    """What is wrong with a row, before its domain looks at it (a kind of schema.py)."""
-    if type(row) is dict and ("dialogue_history" in row or "messages" in row):
-        return "is a dialogue, not a task; 01_generate_tasks.py makes tasks"
-    return record({})(row)
-
-
 def read_tasks(path):
     """The tasks of a file, all of one domain."""
-    tasks = read_jsonl(path, task_fault, check_task)
+    tasks = read_jsonl(path, {}, check_task)
     check_ids(tasks, map(task_id, tasks), path)
     return tasks
 
@@ -105,8 +98,6 @@ def dialogue_fault(row):
     """What is wrong with a row (a kind of schema.py); of a dialogue of another program check_trajectory tells."""
     if type(row) is dict and row.get("messages") is not None:
         return None
-    if type(row) is dict and "ground_truth" in row and "task" not in row:
-        return "is a task, not a dialogue; 02_rollout.py makes dialogues of tasks"
     return TRAJECTORY(row)
 
 

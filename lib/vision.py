@@ -89,18 +89,13 @@ class Sight(NamedTuple):
     show: Callable                  # documents -> {document: image file, None where it cannot be rendered}; all ranks
 
 
-def views_of(sight, task, history, sees_c):
-    """The view of the last turn of a dialogue, the agent's. sees_c: c is shown, too."""
-    return tuple(sight.domain.views(task, history, sees_c))
-
-
 def turn_rows(sight, trajectories, sees_c):
-    """Of each trajectory a list of rows, one for each agent turn."""
+    """Of each trajectory a list of rows, one for each agent turn. sees_c: c is shown, too."""
     views = []
     for trajectory in trajectories:
         task, history = trajectory["task"], trajectory["dialogue_history"]
         ends = [number for number, turn in enumerate(history, 1) if turn["role"] == "assistant"]
-        views.append([views_of(sight, task, history[:end], sees_c) for end in ends])
+        views.append([tuple(sight.domain.views(task, history[:end], sees_c)) for end in ends])
     row_of = view_rows(sight, views)
     return [list(map(row_of.get, turn_views)) for turn_views in views]
 
@@ -110,7 +105,7 @@ def action_views(sight, points, sees_c):
     views = []
     for point in points:
         actions = [{"role": "assistant", "content": text} for text in point.texts]
-        views.append([views_of(sight, point.task, [*point.history, action], sees_c) for action in actions])
+        views.append([tuple(sight.domain.views(point.task, [*point.history, action], sees_c)) for action in actions])
     return views
 
 
