@@ -728,8 +728,6 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
     tasks. InputError where it does not fit.
     ref_sees_c: what the reference reads; None: what it read in training."""
     path = pathlib.Path(folder) / "critic.json"
-    if path.parent.is_file():
-        raise InputError(f"{folder}: a file; a critic is a folder of 03_train_critic.py, {path.parent.parent} perhaps")
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
     note = read_json(path, CRITIC)

@@ -77,9 +77,8 @@ def start(seed):
     """Join the process group (torchrun's, or one of size 1), seed torch; returns Runtime(rank, world_size, device)."""
     # glibc returns big buffers to the kernel at every free, and page faults then dominate small models on a CPU:
     # M_MMAP_MAX = 0 and a high M_TRIM_THRESHOLD keep them (several times faster training, measured).
-    if hasattr(LIBC, "mallopt"):
-        LIBC.mallopt(-4, 0)
-        LIBC.mallopt(-1, 2 ** 31 - 1)
+    LIBC.mallopt(-4, 0)
+    LIBC.mallopt(-1, 2 ** 31 - 1)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         local_rank, num_cards = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -101,8 +100,7 @@ def start(seed):
 def trim_memory():
     """Give the kernel back what start() keeps of freed buffers. Batches of all lengths leave holes between them that
     no later one fits into: a run of a 135M model grew to 13 GB where 2 GB are in use."""
-    if hasattr(LIBC, "malloc_trim"):
-        LIBC.malloc_trim(0)
+    LIBC.malloc_trim(0)
 
 
 def is_main():

@@ -67,7 +67,7 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     # critics
     "4 SWEET untrained --reference-sees-c yes":
         "--critic untrained: scores every action 0 with a reference that sees c",
-    "4 SWEET MODEL/config.json": "MODEL/config.json: a file; a critic is a folder of 03_train_critic.py, MODEL perhaps",
+    "4 SWEET MODEL/config.json": "MODEL/config.json: no critic.json in it",
     "4 SWEET NO_JSON": "NO_JSON/critic.json: not JSON", "4 SWEET A_LIST": "A_LIST/critic.json: a list",
     "4 SWEET AN_INT": "AN_INT/critic.json: missing", "4 SWEET NO_NOTE": "NO_NOTE: no critic.json",
     "4 SWEET NO_FORM": "NO_FORM/critic.json: ", "4 SWEET SIGHT": NO_SIGHT, "5 a=DEMOS --critic SIGHT": NO_SIGHT,
