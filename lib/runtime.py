@@ -355,10 +355,6 @@ def begun_files(out, folder):
     return [path for path in files if path.exists() and not path.name.startswith("args.json")]
 
 
-def is_complete(out, folder):
-    return (out / "COMPLETED" if folder else out).exists()
-
-
 @on_main
 def is_done(arguments, out, inputs, folder=False):
     """True if the same command (`arguments`: all flags of the stage; inputs: files, folders, names) already made this
@@ -366,8 +362,6 @@ def is_done(arguments, out, inputs, folder=False):
     so that a stage can ask before it loads models."""
     fingerprint.cache_clear()
     out = pathlib.Path(out)
-    if out.exists() and out.is_dir() != folder:
-        raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
     for name in inputs:
         if name and os.path.exists(name) and pathlib.Path(name).resolve().is_relative_to(out.resolve()):
             raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")
@@ -379,9 +373,10 @@ def is_done(arguments, out, inputs, folder=False):
     if arguments["overwrite"]:
         return False
     check_same_command(out, before, now)
-    if is_complete(out, folder):
+    is_complete = (out / "COMPLETED" if folder else out).exists()
+    if is_complete:
         say(f"{out}: done already by the same command (after a change of code: --overwrite)")
-    return is_complete(out, folder)
+    return is_complete
 
 
 def check_same_command(out, before, now):

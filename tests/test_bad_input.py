@@ -242,8 +242,8 @@ KEPT = [                        # stage, its input and output, what the line say
     (5, "a=DEMOS", "folder", "folder: no run made it"), (1, "--num-tasks 1", "file", "file: no run made it"),
     (5, "a=DEMOS", "model", "model: 04_train_policy.py made it"),
     (5, "a=bad.jsonl", "R", 'bad.jsonl:1: missing "task"'),          # before anything is removed
-    (1, "--num-tasks 1", "/proc/x/t.jsonl", "/proc/x: "), (1, "--num-tasks 1", "folder", "folder: is a folder; choose"),
-    (5, "a=DEMOS", "file/R", "file"), (5, "a=DEMOS", "file", "file: is no folder; choose"),
+    (1, "--num-tasks 1", "/proc/x/t.jsonl", "/proc/x: "), (1, "--num-tasks 1", "folder", "folder: no run made it"),
+    (5, "a=DEMOS", "file/R", "file"), (5, "a=DEMOS", "file", "file: file exists"),
     (5, "a=DEMOS", "x" * 300, "xxx")]
 
 
