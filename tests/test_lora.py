@@ -13,7 +13,7 @@ import common
 from colbench import backend
 from compare import assert_same_steps, furthest, set_weights, weights
 from conftest import BASE, call, dies, read, refused, succeed, write
-from lib import models
+from lib import models, runtime
 from lib.models import load_model, load_tokenizer, lora_config, save_model, Sharding
 from lib.runtime import InputError, start
 from lib.training import adamw, Checkpoints
@@ -253,9 +253,10 @@ def test_a_base_that_moved_or_a_reference_that_changed_is_one_line(data, critic,
         assert refused(2, *arguments) == f"{tmp_path / 'moved'}: no such folder"
     shutil.copytree(BASE, tmp_path / "moved")
     assert load_model(str(tmp_path / "policy"), "cpu")[0] and common.read_critic(tmp_path / "critic", tiny[1], backend)
+    runtime.fingerprint.cache_clear()                               # it is kept for a stage
     set_weights(tmp_path / "moved", {name: tensor * 1.01 for name, tensor in weights(BASE).items()})
     assert refused(2, *best) == (
-        f"{tmp_path / 'critic'}: its reference {tmp_path / 'moved'} has other weights than when the critic was trained "
+        f"{tmp_path / 'critic'}: its reference {tmp_path / 'moved'} has other files than when the critic was trained "
         "from it; put them back, or train the critic again")
     assert not (tmp_path / "x").exists()
 
