@@ -591,8 +591,7 @@ def meta_model(config, dtype=torch.float32, **options):
 
 def load_head(head, folder):
     """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
-    with loading(folder):
-        set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
+    set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -674,10 +673,7 @@ def lora_config(name, rank, targets, merge):
 
 def folder_config(folder):
     """The LoraConfig of a folder that 03 or 04 made; None: a whole model."""
-    if not is_adapter(folder):
-        return None
-    with loading(folder):
-        return import_peft().LoraConfig.from_pretrained(folder)
+    return import_peft().LoraConfig.from_pretrained(folder) if is_adapter(folder) else None
 
 
 def add_adapter(model, config, dtype=torch.float32):
@@ -746,9 +742,8 @@ def set_tensors(module, tensors, **options):
 def load_adapter(model, folder):
     """Read the weights of an adapter folder into a model that has such an adapter (add_adapter)."""
     from safetensors.torch import load_file
-    with loading(folder):
-        tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
-        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
+    tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
+    set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
 
 
 @contextlib.contextmanager

@@ -25,13 +25,12 @@ def load_processor(name):
     import transformers
     if not read_config(name).model_type.startswith("qwen"):
         return from_pretrained(transformers.AutoProcessor, name)
-    with models.loading(name):
-        kind = type("Qwen2VLProcessor", (transformers.Qwen2VLProcessor,),
-                    {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
-        tokenizer = models.load_tokenizer(name)
-        images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name)
-        images.size["longest_edge"] = min(images.size["longest_edge"], MAX_PIXELS)
-        return kind(images, tokenizer, chat_template=tokenizer.chat_template)
+    kind = type("Qwen2VLProcessor", (transformers.Qwen2VLProcessor,),
+                {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
+    tokenizer = models.load_tokenizer(name)
+    images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name)
+    images.size["longest_edge"] = min(images.size["longest_edge"], MAX_PIXELS)
+    return kind(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
 def load_vision(name, device, dtype="float32"):
