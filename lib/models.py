@@ -14,11 +14,9 @@ import re
 import torch
 import torch.nn.functional as F
 
-from colbench.schema import label, record
-from lib.runtime import InputError, is_main, on_main, one_line, optional, read_json, say
+from lib.runtime import InputError, is_main, on_main, one_line, optional, say
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-ADAPTER = record({"base_model_name_or_path": label})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -652,7 +650,7 @@ def is_adapter(name):
 
 def base_of(folder):
     """The name of the model that an adapter folder belongs to."""
-    return read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ADAPTER)["base_model_name_or_path"]
+    return json.loads((pathlib.Path(folder) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
 
 
 def lora_config(name, rank, targets, merge):
