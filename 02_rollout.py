@@ -4,10 +4,10 @@ Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
         "sample", "num_rounds", "max_rounds", what the domain's scorer says (screenshots in the folder FILE.images), and
         how it was made: "agent", "simulator", "tokenizer", "best_of", "critic", "informed"; where they apply
-        "temperature", "system_prompt", "no_room" (no further turn would fit into a model), "branch", "continuation".
-        A turn that a model has sampled has "output" (the raw text) and, where they are known, "input" (the rendered
-        prompt) and "output_ids" (the sampled ids); "truncated" where --max-new-tokens has cut it. A turn of the
-        environment has "tool", one of a simulating model "leak" if it reveals the reference.
+        "temperature", "system_prompt", "chat_template_args", "no_room" (no further turn would fit into a model),
+        "branch", "continuation". A turn of an agent's model has "output" (the raw text); if known, "input" (the
+        rendered prompt) and "output_ids" (as sampled); "truncated" if --max-new-tokens cut it. A simulating model's
+        has "output" if its raw text differs, "leak" if it reveals the reference. One of the environment has "tool".
 
 The simulator opens with the request. In each of --max-rounds rounds the agent sends a message and the simulator
 replies. The task's domain (colbench/) says which message is the answer, and scores it.
@@ -54,7 +54,7 @@ class Dialogue:
     """A dialogue that is being rolled out."""
 
     task: dict
-    sample: int                                 # which of the task's dialogues; of --branch which of all
+    sample: int                                 # its number among the task's dialogues; with --branch among all
     history: list                               # the turns so far, {"role", "content", …} each
     system: str | None                          # the agent's system prompt; None: ours
     random_name: int | str                      # seeds its random numbers, with seed, task and turn (random_key)
@@ -363,11 +363,11 @@ PRESETS = {name: {"dtype": "bfloat16"} for name in ("paper-backend", "paper-fron
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("--tasks", required=True, help="tasks (01); with --branch trajectories")
-    parser.add_argument("--agent", required=True, help="a model (folder, hub id, smollm2, a "
+    parser.add_argument("--tasks", type=flags.text_flag, required=True, help="tasks (01); with --branch trajectories")
+    parser.add_argument("--agent", type=flags.text_flag, required=True, help="a model (folder, hub id, smollm2, a "
                         "server), or a scripted agent of the domain: script, script-informed (knows c), …")
-    parser.add_argument("--simulator", default="rules", help="the user: rules, or a model")
-    parser.add_argument("--out", required=True, help="trajectories file to write (JSONL)")
+    parser.add_argument("--simulator", type=flags.text_flag, default="rules", help="the user: rules, or a model")
+    parser.add_argument("--out", type=flags.text_flag, required=True, help="trajectories file to write (JSONL)")
     parser.add_argument("--samples", type=flags.positive_int, default=1, help="dialogues per task")
     parser.add_argument("--max-rounds", type=flags.positive_int, default=10, help="agent turns in a dialogue")
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
@@ -378,8 +378,8 @@ def parse_args(argv=None):
     parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the samples")
     group = parser.add_argument_group("critics")
     group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")
-    group.add_argument("--critic", help="who picks one of --best-of: a critic folder (03); "
-                       "judge:MODEL; untrained (the agent itself, whose reference does not see c)")
+    group.add_argument("--critic", type=flags.text_flag, help="who picks one of --best-of: a critic folder (03); "
+                       "judge:MODEL; untrained (the agent itself, with a reference that does not see c)")
     flags.add_reference(group)
     group.add_argument("--branch", type=flags.positive_int, metavar="N", help="go on from N turns of trajectories")
     group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8, help="messages in each of them")
@@ -388,11 +388,11 @@ def parse_args(argv=None):
     group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     group.add_argument("--max-length", type=flags.positive_int, default=16384, help="tokens of a prompt with its reply")
     group.add_argument("--max-tokens", type=flags.positive_int, default=16384, help="tokens of a pass of --critic")
-    group.add_argument("--system-prompt", metavar="FILE", help="its text, taken as it is, is the "
+    group.add_argument("--system-prompt", type=flags.text_flag, metavar="FILE", help="its text, taken as it is, is the "
                        "agent's system prompt in place of ours and of our note on the last round")
     group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of chat "
                        "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
-    group.add_argument("--agent-tokenizer", metavar="MODEL", help="the tokenizer of a vLLM "
+    group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL", help="the tokenizer of a vLLM "
                        "server's agent: keeps the sampled ids and the prompt, so that 03 and 04 train on exactly them; "
                        "--best-of needs it for a critic that reads tokens")
     parser.add_argument("--track", type=flags.project_flag, metavar="PROJECT", help="log the number of dialogues "

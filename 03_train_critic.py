@@ -39,8 +39,8 @@ import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags, training
 from lib.memory import dry_run
-from lib.models import load_tokenizer, lora_config, reads_images, sharding_of
-from lib.runtime import begin_output, fingerprint, InputError, is_done, run_stage, say, start, write_json
+from lib.models import load_tokenizer, lora_config, reads_images, sharding_of, weights_fingerprint
+from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json
 from lib.vision import critic_processor, Sight
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def main(argv=None):
             "visual": critic.is_visual,
             "beta": args.beta,
             "reference": args.model,
-            "reference_files": fingerprint(args.model),
+            "reference_fingerprint": weights_fingerprint(args.model),
             "held_out_pair_accuracy": accuracy,
             "num_held_out_pairs": num_pairs})
     training.finish_training(args.out, scorer, tokenizer, args.merge)

@@ -457,9 +457,9 @@ def add_candidates(parser):
     group.add_argument("--pairs-per-turn", type=flags.positive_int, default=4, help="DPO pairs a turn")
     group.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens of a candidate")
-    group.add_argument("--candidates", metavar="FILE", help="candidates.jsonl of another run of "
+    group.add_argument("--candidates", type=flags.text_flag, metavar="FILE", help="candidates.jsonl of another run of "
                        "the same model, seed, trajectories and sampling; None: sample them")
-    group.add_argument("--sampler", metavar="http://HOST:PORT/v1#NAME",
+    group.add_argument("--sampler", type=flags.text_flag, metavar="http://HOST:PORT/v1#NAME",
                        help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
                        "does: these then do not repeat bit for bit; None: every rank holds the model and samples")
     group.add_argument("--concurrency", type=flags.num_samples_flag, default=256, help="candidates in flight per rank")

@@ -22,7 +22,7 @@ from colbench import domain_of
 from colbench.schema import label, one_of, record
 from lib import models, vision
 from lib.models import continuation, encode, end_of_turn, generation_cue, plain, render_chat, tokenizer_name
-from lib.runtime import barrier, fingerprint, gather, InputError, is_main, read_json, say, write_json
+from lib.runtime import barrier, gather, InputError, is_main, read_json, say, write_json
 from lib.training import item_length, longest_row
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -728,6 +728,8 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
     tasks. InputError where it does not fit.
     ref_sees_c: what the reference reads; None: what it read in training."""
     path = pathlib.Path(folder) / "critic.json"
+    if path.parent.is_file():
+        raise InputError(f"{folder}: a file; a critic is a folder of 03_train_critic.py, {path.parent.parent} perhaps")
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
     note = read_json(path, CRITIC)
@@ -746,9 +748,9 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
         if tokenizer_name(models.load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
             raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
     if critic.head == "lm":
-        known = note.get("reference_files")
-        if known and pathlib.Path(critic.reference).exists() and fingerprint(critic.reference) != known:
-            raise InputError(f"{folder}: its reference {critic.reference} has other files than when the critic was "
+        known, now = note.get("reference_fingerprint"), models.weights_fingerprint(critic.reference)
+        if None not in (known, now) and known != now:
+            raise InputError(f"{folder}: its reference {critic.reference} has other weights than when the critic was "
                              "trained from it; put them back, or train the critic again")
     return critic
 

@@ -87,9 +87,16 @@ def check_ids(tasks, names, path):
                              'of its own, or leave out the key "task_id" everywhere')
 
 
+def task_fault(row):
+    """What is wrong with a row, before its domain looks at it (a kind of schema.py)."""
+    if type(row) is dict and ("dialogue_history" in row or "messages" in row):
+        return "is a dialogue, not a task; 01_generate_tasks.py makes tasks"
+    return record({})(row)
+
+
 def read_tasks(path):
     """The tasks of a file, all of one domain."""
-    tasks = read_jsonl(path, {}, check_task)
+    tasks = read_jsonl(path, task_fault, check_task)
     check_ids(tasks, map(task_id, tasks), path)
     return tasks
 
@@ -98,6 +105,8 @@ def dialogue_fault(row):
     """What is wrong with a row (a kind of schema.py); of a dialogue of another program check_trajectory tells."""
     if type(row) is dict and row.get("messages") is not None:
         return None
+    if type(row) is dict and "ground_truth" in row and "task" not in row:
+        return "is a task, not a dialogue; 02_rollout.py makes dialogues of tasks"
     return TRAJECTORY(row)
 
 
@@ -158,17 +167,21 @@ def fill_rewards(trajectories, arguments):
     arguments: the stage's, for environment(). InputError where they cannot be scored here."""
     unscored = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
     if unscored:
-        for trajectory, verdict in zip(unscored, missing_verdicts(unscored, arguments)):
+        for trajectory, verdict in zip(unscored, missing_verdicts(unscored, trajectories, arguments)):
             trajectory |= verdict
         say(f"computed {len(unscored):,} missing rewards")
 
 
 @on_main
-def missing_verdicts(unscored, arguments):
-    """What the environment says of the answers of trajectories."""
+def missing_verdicts(unscored, trajectories, arguments):
+    """What the environment says of the answers of `unscored`, which are some of the trajectories."""
     domain, out = domain_of(unscored[0]["task"]), arguments["out"]
     try:
         with environment(domain, f"{out}.images", pathlib.Path(out).parent, arguments) as scorer:
+            for key, value in scorer.about.items():
+                if any(t.get(key, value) != value for t in trajectories):
+                    raise InputError(f'{len(unscored):,} dialogues have no "reward", and others have it by another '
+                                     f"{key} than {value}: two scales; score all with 05 first")
             answers = [(t["task"], t["answer"]) for t in unscored]
             return asyncio.run(scorer.score(answers))
     except ColBenchError as error:

@@ -41,7 +41,7 @@ def set_preset(parser, presets, argv):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# types of flags: finite numbers with bounds
+# types of flags: finite numbers with bounds, texts that are not empty
 
 def number_flag(low, high, kind=float):
     """A type: a finite number from `low` to `high`; kind=int: a whole number."""
@@ -60,10 +60,21 @@ def number_flag(low, high, kind=float):
 positive_int = number_flag(1, 10 ** 9, int)
 non_negative_float = number_flag(0, 10 ** 9)
 share_flag = number_flag(0, 1)
-temperature_flag = number_flag(0, 100)
 num_tokens_flag = number_flag(1, 10 ** 6, int)                           # of one turn: each has a random number
 num_samples_flag = number_flag(1, 10 ** 4, int)                          # of one turn, or in flight
 seed_flag = number_flag(-2 ** 32, 2 ** 32, int)                          # times a number of steps it still has 64 bits
+
+
+def temperature_flag(text):
+    """A type: 0, or a temperature by which logits can be divided."""
+    return 0.0 if number_flag(0, 100)(text) == 0 else number_flag(1e-3, 100)(text)
+
+
+def text_flag(text):
+    """A type: a text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("cannot be empty")
+    return text
 
 
 def named_paths(text):
@@ -85,13 +96,14 @@ def add_world(parser):
                        "the system allows no isolation: they can read and write your files")
     group.add_argument("--similarity", choices=["clip", "pixels"], default="clip", help="how screenshots are "
                        "compared: cosine of CLIP embeddings (the paper's), or colours and structure (no weights)")
-    group.add_argument("--clip-model", metavar="MODEL", help="--similarity clip: folder or hub id "
+    group.add_argument("--clip-model", type=text_flag, metavar="MODEL", help="--similarity clip: folder or hub id "
                        "(None: openai/clip-vit-base-patch32)")
     add_browser(group)
 
 
 def add_browser(parser):
-    parser.add_argument("--browser", metavar="PATH", help="Chromium or Chrome, where needed (None: the first found)")
+    parser.add_argument("--browser", type=text_flag, metavar="PATH", help="Chromium or Chrome, where a domain needs "
+                        "one (None: the first one found)")
 
 
 def yes_or_no(text):
@@ -110,16 +122,16 @@ def add_reference(parser):
 
 def add_critic(parser, is_needed=False):
     """The flags of methods that score actions with a critic."""
-    parser.add_argument("--critic", required=is_needed, help="a folder of 03, or untrained: --model, "
+    parser.add_argument("--critic", type=text_flag, required=is_needed, help="a folder of 03, or untrained: --model, "
                         "with a reference that does not see c")
     add_reference(parser)
 
 
 def add_training(parser, max_length, epochs=None, batch_size=None):
     """The flags that 03 and 04 share, with defaults of some."""
-    parser.add_argument("--trajectories", required=True, help="trajectories file (02)")
-    parser.add_argument("--model", required=True, help="model to start from (folder, hub id, smollm2)")
-    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--trajectories", type=text_flag, required=True, help="trajectories file (02)")
+    parser.add_argument("--model", type=text_flag, required=True, help="model to start from (folder, hub id, smollm2)")
+    parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
     parser.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the examples")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="examples per step, over all ranks")
     parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate (warm-up, cosine)")
@@ -135,7 +147,7 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after this many steps")
     group = parser.add_argument_group("LoRA (needs peft)")
     group.add_argument("--lora", type=positive_int, metavar="RANK", help="train an adapter, on a model in --dtype")
-    group.add_argument("--lora-targets", nargs="+", metavar="NAME",
+    group.add_argument("--lora-targets", type=text_flag, nargs="+", metavar="NAME",
                        help="layers with an adapter, q_proj v_proj, say (None: all linear ones but the output's)")
     group.add_argument("--merge", action="store_true", help="write a whole model in place of an adapter folder")
     group = parser.add_argument_group("memory and speed")

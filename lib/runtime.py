@@ -77,8 +77,9 @@ def start(seed):
     """Join the process group (torchrun's, or one of size 1), seed torch; returns Runtime(rank, world_size, device)."""
     # glibc returns big buffers to the kernel at every free, and page faults then dominate small models on a CPU:
     # M_MMAP_MAX = 0 and a high M_TRIM_THRESHOLD keep them (several times faster training, measured).
-    LIBC.mallopt(-4, 0)
-    LIBC.mallopt(-1, 2 ** 31 - 1)
+    if hasattr(LIBC, "mallopt"):
+        LIBC.mallopt(-4, 0)
+        LIBC.mallopt(-1, 2 ** 31 - 1)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         local_rank, num_cards = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -100,7 +101,8 @@ def start(seed):
 def trim_memory():
     """Give the kernel back what start() keeps of freed buffers. Batches of all lengths leave holes between them that
     no later one fits into: a run of a 135M model grew to 13 GB where 2 GB are in use."""
-    LIBC.malloc_trim(0)
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
 
 
 def is_main():
@@ -285,17 +287,20 @@ MODEL_ENDINGS = ".safetensors", ".bin", ".gguf", ".pt", ".json", ".jinja", ".mod
 
 @functools.cache
 def fingerprint(path):
-    """What tells an input from another: a hash of a file's content; of a model folder that of all files that decide
-    what the model says, with their names; a name that is no path stands for itself."""
+    """What tells an input from another: a file's hash; of a model folder that of all files that decide what the model
+    says; a name that is no path stands for itself."""
     path = pathlib.Path(path)
-    if not path.exists():
-        return str(path)
     files = [path]
     if path.is_dir():
         files = [file for file in path.iterdir()
                  if file.suffix in MODEL_ENDINGS and not file.name.endswith("args.json")]
+    return files_digest(files) if path.exists() else str(path)
+
+
+def files_digest(paths):
+    """A hash of the contents and, of several files, of the names."""
     digests = []
-    for path in files:
+    for path in paths:
         with open(path, "rb") as file:
             digests.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
     if len(digests) == 1:
@@ -352,6 +357,10 @@ def begun_files(out, folder):
     return [path for path in files if path.exists() and not path.name.startswith("args.json")]
 
 
+def is_complete(out, folder):
+    return (out / "COMPLETED" if folder else out).exists()
+
+
 @on_main
 def is_done(arguments, out, inputs, folder=False):
     """True if the same command (`arguments`: all flags of the stage; inputs: files, folders, names) already made this
@@ -359,6 +368,8 @@ def is_done(arguments, out, inputs, folder=False):
     so that a stage can ask before it loads models."""
     fingerprint.cache_clear()
     out = pathlib.Path(out)
+    if out.exists() and out.is_dir() != folder:
+        raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
     for name in inputs:
         if name and os.path.exists(name) and pathlib.Path(name).resolve().is_relative_to(out.resolve()):
             raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")
@@ -370,10 +381,9 @@ def is_done(arguments, out, inputs, folder=False):
     if arguments["overwrite"]:
         return False
     check_same_command(out, before, now)
-    is_complete = (out / "COMPLETED" if folder else out).exists()
-    if is_complete:
+    if is_complete(out, folder):
         say(f"{out}: done already by the same command (after a change of code: --overwrite)")
-    return is_complete
+    return is_complete(out, folder)
 
 
 def check_same_command(out, before, now):

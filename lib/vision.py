@@ -25,17 +25,21 @@ def load_processor(name):
     import transformers
     if not read_config(name).model_type.startswith("qwen"):
         return from_pretrained(transformers.AutoProcessor, name)
-    kind = type("Qwen2VLProcessor", (transformers.Qwen2VLProcessor,),
-                {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
-    tokenizer = models.load_tokenizer(name)
-    images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name)
-    images.size["longest_edge"] = min(images.size["longest_edge"], MAX_PIXELS)
-    return kind(images, tokenizer, chat_template=tokenizer.chat_template)
+    with models.loading(name):
+        kind = type("Qwen2VLProcessor", (transformers.Qwen2VLProcessor,),
+                    {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
+        tokenizer = models.load_tokenizer(name)
+        images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name)
+        if images.size["longest_edge"] > MAX_PIXELS:
+            images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name, max_pixels=MAX_PIXELS)
+        return kind(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
 def load_vision(name, device, dtype="float32"):
     """(model, processor) of any vision-language model, for vision_reply."""
     import transformers
+    if type(read_config(name)) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise InputError(f"{name}: sees no images; name a vision-language model (Qwen2-VL, say)")
     model = from_pretrained(transformers.AutoModelForImageTextToText, name, dtype=getattr(torch, dtype))
     return model.to(device).eval(), load_processor(name)
 
@@ -87,13 +91,18 @@ class Sight(NamedTuple):
     show: Callable                  # documents -> {document: image file, None where it cannot be rendered}; all ranks
 
 
+def views_of(sight, task, history, sees_c):
+    """The view of the last turn of a dialogue, the agent's. sees_c: c is shown, too."""
+    return tuple(sight.domain.views(task, history, sees_c))
+
+
 def turn_rows(sight, trajectories, sees_c):
-    """Of each trajectory a list of rows, one for each agent turn. sees_c: c is shown, too."""
+    """Of each trajectory a list of rows, one for each agent turn."""
     views = []
     for trajectory in trajectories:
         task, history = trajectory["task"], trajectory["dialogue_history"]
         ends = [number for number, turn in enumerate(history, 1) if turn["role"] == "assistant"]
-        views.append([tuple(sight.domain.views(task, history[:end], sees_c)) for end in ends])
+        views.append([views_of(sight, task, history[:end], sees_c) for end in ends])
     row_of = view_rows(sight, views)
     return [list(map(row_of.get, turn_views)) for turn_views in views]
 
@@ -103,7 +112,7 @@ def action_views(sight, points, sees_c):
     views = []
     for point in points:
         actions = [{"role": "assistant", "content": text} for text in point.texts]
-        views.append([tuple(sight.domain.views(point.task, [*point.history, action], sees_c)) for action in actions])
+        views.append([views_of(sight, point.task, [*point.history, action], sees_c) for action in actions])
     return views
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402  the repository's modules, wherever this is started
 from colbench import ColBenchError, domain_of, task_id  # noqa: E402
 from lib import data, statistics  # noqa: E402
-from lib.flags import argument_parser  # noqa: E402
+from lib.flags import argument_parser, text_flag  # noqa: E402
 from lib.models import encode, end_of_turn, load_model, load_tokenizer, tokenizer_name  # noqa: E402
 from lib.runtime import InputError, run_stage, say, start, write_json  # noqa: E402
 
@@ -137,11 +137,12 @@ def gate_lines(gates, model_name):
 
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("--trajectories", required=True, help="of held-out tasks (02); --critic: of 02 --branch")
-    parser.add_argument("--out", required=True, help="folder to write into")
+    parser.add_argument("--trajectories", type=text_flag, required=True,
+                        help="dialogues of held-out tasks (02); --critic: of 02 --branch")
+    parser.add_argument("--out", type=text_flag, required=True, help="folder to write into")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--gates", metavar="MODEL", help="the model whose gates are measured")
-    what.add_argument("--critic", metavar="DIR", help="the critic (03) whose ranks are measured")
+    what.add_argument("--gates", type=text_flag, metavar="MODEL", help="the model whose gates are measured")
+    what.add_argument("--critic", type=text_flag, metavar="DIR", help="the critic (03) whose ranks are measured")
     return parser.parse_args(argv)
 
 

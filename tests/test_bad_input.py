@@ -52,8 +52,8 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     "3 LEARN HALF_DIALOGUE": HALF_DIALOGUE, "4 --method sft LEARN HALF_DIALOGUE": HALF_DIALOGUE,
     "5 a=HALF_DIALOGUE": HALF_DIALOGUE,
     "2 --agent script --tasks PLAIN": 'PLAIN:1: missing "template"',
-    "2 --agent script --tasks DEMOS": 'DEMOS:1: missing "problem_description"',
-    "3 LEARN TASKS": 'TASKS:1: missing "task"',
+    "2 --agent script --tasks DEMOS": "DEMOS:1: a dialogue, not a task; 01_generate_tasks.py makes tasks",
+    "3 LEARN TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks",
     "2 --agent MODEL --branch 1 --tasks CHAT": 'CHAT:1: missing "facts"',
     "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder",
     "3 --trajectories DEMOS --model smolm2": "smolm2: no model of this name",
@@ -67,7 +67,7 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     # critics
     "4 SWEET untrained --reference-sees-c yes":
         "--critic untrained: scores every action 0 with a reference that sees c",
-    "4 SWEET MODEL/config.json": "MODEL/config.json: no critic.json in it",
+    "4 SWEET MODEL/config.json": "MODEL/config.json: a file; a critic is a folder of 03_train_critic.py, MODEL perhaps",
     "4 SWEET NO_JSON": "NO_JSON/critic.json: not JSON", "4 SWEET A_LIST": "A_LIST/critic.json: a list",
     "4 SWEET AN_INT": "AN_INT/critic.json: missing", "4 SWEET NO_NOTE": "NO_NOTE: no critic.json",
     "4 SWEET NO_FORM": "NO_FORM/critic.json: ", "4 SWEET SIGHT": NO_SIGHT, "5 a=DEMOS --critic SIGHT": NO_SIGHT,
@@ -195,19 +195,19 @@ FLAGS = {                       # {program: flags, or (flags, what the line says
     1: [("--nonsense", "error: unrecognized arguments: --nonsense\n"), "--num-tasks 0", "--out ''",
         "--source llm", "--model smollm2", "--seeds x", "--max-attempts 3",
         ("--trajectories", "needs --source colbench"), ("--source llm --model smollm2 --path x", "--path needs")],
-    2: ["--temperature -1", "--chat-template-args []", "--chat-template-args '{\"person\": {}}'",
+    2: ["--agent ''", "--temperature -1", "--chat-template-args []", "--chat-template-args '{\"person\": {}}'",
         "--samples x", "--system-prompt f", "--branch 4", "--best-of 2",
         ("--agent a --best-of 2", "--critic DIR, judge:MODEL or untrained"),
         ("--agent a --branch 4 --best-of 2 --critic c", "--branch needs"),
         ("--reference-sees-c no", "--reference-sees-c goes with --best-of")],
     3: ["--lr inf", "--lr -1", "--lr x", "--beta nan", "--held-out-frac 1.1", "--seed 1.5", "--batch-size 0",
-        "--lora 0", "--reference-sees-c maybe",
+        "--lora 0", "--model ''", "--reference-sees-c maybe",
         ("--no-privileged --reference-sees-c no", "--reference-sees-c no needs --head lm"),
         ("--head value --reference-sees-c no", "--reference-sees-c no needs --head lm")],
-    4: ["--data-frac 2", "--temperature nan", "--num-candidates 100000000"],
-    5: ["--baseline c", "a/b=c", "a", ("a=x", "a"),
+    4: ["--data-frac 2", "--temperature nan", "--num-candidates 100000000", "--temperature 1e-40", "--critic ''"],
+    5: ["--baseline ''", "--baseline c", "a/b=c", "a", ("a=x", "a"),
         ("--reference-sees-c no", "--reference-sees-c goes with --critic")],
-    "scripts.critics": [("", "one of the arguments --gates --critic is required")],
+    "scripts.critics": [("", "one of the arguments --gates --critic is required"), "--gates ''"],
     "examples.distill": ["--divergence both", "--method sft"],
     "examples.grpo": [("--signed", "--signed and --reference-sees-c go with --critic")],
     "examples.answers": [("", "--critic")]}
@@ -242,8 +242,8 @@ KEPT = [                        # stage, its input and output, what the line say
     (5, "a=DEMOS", "folder", "folder: no run made it"), (1, "--num-tasks 1", "file", "file: no run made it"),
     (5, "a=DEMOS", "model", "model: 04_train_policy.py made it"),
     (5, "a=bad.jsonl", "R", 'bad.jsonl:1: missing "task"'),          # before anything is removed
-    (1, "--num-tasks 1", "/proc/x/t.jsonl", "/proc/x: "), (1, "--num-tasks 1", "folder", "folder: no run made it"),
-    (5, "a=DEMOS", "file/R", "file"), (5, "a=DEMOS", "file", "file: file exists"),
+    (1, "--num-tasks 1", "/proc/x/t.jsonl", "/proc/x: "), (1, "--num-tasks 1", "folder", "folder: is a folder; choose"),
+    (5, "a=DEMOS", "file/R", "file"), (5, "a=DEMOS", "file", "file: is no folder; choose"),
     (5, "a=DEMOS", "x" * 300, "xxx")]
 
 

@@ -201,6 +201,14 @@ def template(text):
     return "chat_template.jinja", lambda path: path.write_text(text)
 
 
+def critic_with(head, weights=None):
+    def change(path):
+        path.write_text(json.dumps(critic_note(head)))
+        if weights:
+            torch.save(weights, path.with_name("turn_head.pt"))
+    return "critic.json", change
+
+
 DAMAGES = {                     # {what: (a file, what is done to it)}
     "code of its own": ("config.json", lambda path: path.write_text('{"auto_map": {"AutoConfig": "code.Config"}}')),
     "half a config": shortened("config.json", 100), "half of the weights": shortened("model.safetensors", 1_000_000),
@@ -208,7 +216,8 @@ DAMAGES = {                     # {what: (a file, what is done to it)}
     "no weights": ("model.safetensors", pathlib.Path.unlink),
     "no template": ("chat_template.jinja", pathlib.Path.unlink), "a template's syntax error": template("{% for %}"),
     "a template's own error": template("{{ raise_exception('No system\nprompt') }}"),
-    "an unknown head": ("critic.json", lambda path: path.write_text(json.dumps(critic_note("unknown"))))}
+    "an unknown head": critic_with("unknown"), "no turn_head.pt": critic_with("regression"),
+    "a head of another shape": critic_with("regression", {"weight": torch.zeros(1, 7), "bias": torch.zeros(1)})}
 
 
 @pytest.mark.parametrize("name", DAMAGES)

@@ -2,6 +2,7 @@
 import functools
 import json
 import math
+import re
 import shutil
 import sys
 
@@ -13,7 +14,7 @@ import common
 from colbench import backend
 from compare import assert_same_steps, furthest, set_weights, weights
 from conftest import BASE, call, dies, read, refused, succeed, write
-from lib import models, runtime
+from lib import models
 from lib.models import load_model, load_tokenizer, lora_config, save_model, Sharding
 from lib.runtime import InputError, start
 from lib.training import adamw, Checkpoints
@@ -243,21 +244,22 @@ def test_a_head_is_trained_beside_the_adapter(data, tmp_path, tiny):
     assert len(set(outputs_of(loaded.scorer).tolist())) == 2
 
 
-def test_a_base_that_moved_or_a_reference_that_changed_is_one_line(data, critic, policy, tiny, tmp_path):
+def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tmp_path):
     for folder in (policy, critic):
         config = shutil.copytree(folder, tmp_path / folder.name) / "adapter_config.json"
         config.write_text(config.read_text().replace(str(BASE), str(tmp_path / "moved")))
     play = ["--tasks", data / "tasks.jsonl", "--out", tmp_path / "x", "--agent"]
     best = [*play, BASE, "--best-of", 2, "--critic", tmp_path / "critic"]
     for arguments in ([*play, tmp_path / "policy"], best):
-        assert refused(2, *arguments) == f"{tmp_path / 'moved'}: no such folder"
+        assert re.search(r"its base model cannot be used \(.*moved.*; write where it is into .*adapter_config",
+                         refused(2, *arguments))
     shutil.copytree(BASE, tmp_path / "moved")
     assert load_model(str(tmp_path / "policy"), "cpu")[0] and common.read_critic(tmp_path / "critic", tiny[1], backend)
-    runtime.fingerprint.cache_clear()                               # it is kept for a stage
     set_weights(tmp_path / "moved", {name: tensor * 1.01 for name, tensor in weights(BASE).items()})
     assert refused(2, *best) == (
-        f"{tmp_path / 'critic'}: its reference {tmp_path / 'moved'} has other files than when the critic was trained "
+        f"{tmp_path / 'critic'}: its reference {tmp_path / 'moved'} has other weights than when the critic was trained "
         "from it; put them back, or train the critic again")
+    assert "other weights than when the adapter was trained" in refused(2, *play, tmp_path / "policy")
     assert not (tmp_path / "x").exists()
 
 

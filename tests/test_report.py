@@ -69,10 +69,12 @@ def data_of(path):
     return json.loads(re.search('id="data">([^<>&\u2028]*)</script>', page)[1], parse_constant=pytest.fail)
 
 
-def test_screenshots_of_this_run_are_in_the_page(tmp_path):
+def test_screenshots_of_this_run_are_in_the_page(tmp_path, monkeypatch):
     pytest.importorskip("PIL.Image").new("RGB", (400, 4000), "red").save(tmp_path / "a.png")
     row = made_row("t") | {"image": "../images/a.png", "reference_image": "../images/a.png", "render_fault": "slow"}
     row["dialogue_history"][1]["render_fault"] = HOSTILE
+    assert data_of(write_page(tmp_path / "r.html", page_data({"m": [row]}, backend, {})))["images"] == {}
+    monkeypatch.setattr(backend, "SCORE_KEYS", (*backend.SCORE_KEYS, "image"))               # as of a domain that draws
     data = data_of(write_page(tmp_path / "r.html", page_data({"m": [row]}, backend, {})))
     [[name, url]], [task], [dialogue] = data["images"].items(), data["tasks"], data["dialogues"]
     assert name == task["image"] == dialogue["image"]

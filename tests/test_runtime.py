@@ -11,6 +11,7 @@ from compare import set_weights, weights
 from conftest import BASE, call, dies, Partial, read, refused, write
 from lib import runtime, training
 from lib.data import read_trajectories
+from lib.models import weights_fingerprint
 from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Rows, start
 
 
@@ -59,22 +60,21 @@ def test_map_blocks_resumes_to_the_same_file(tmp_path):
 def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
     folder = tmp_path / "tiny"
 
-    def now(folder=folder):
+    def both(folder=folder):
         fingerprint.cache_clear()
-        return fingerprint(folder)
-    first = now(BASE)
+        return fingerprint(folder), weights_fingerprint(str(folder))
+    first = both(BASE)
     shutil.copytree(BASE, folder)
     for name in ("args.json", "metrics.jsonl", "r.jsonl.args.json"):
         (folder / name).write_text("{}")
-    assert now() == first                                           # whatever the path, and what a stage notes
+    assert both() == first                                          # whatever the path, and what a stage notes
     (folder / "generation_config.json").write_text("{}")
-    second = now()
-    assert second != first
+    assert both()[0] != first[0] and both()[1] == first[1]
     tensors, size = weights(folder), (folder / "model.safetensors").stat().st_size
     tensors["model.norm.weight"][-1] += 1e-3                                            # one number, the same size
     set_weights(folder, tensors)
-    assert (folder / "model.safetensors").stat().st_size == size and now() not in (first, second)
-    assert now("nobody/model") == "nobody/model"
+    assert (folder / "model.safetensors").stat().st_size == size and both()[1] != first[1]
+    assert weights_fingerprint("nobody/model") is None
 
 
 # --- --track

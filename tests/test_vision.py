@@ -20,7 +20,7 @@ from lib.data import sight_of
 from lib.models import load_tokenizer
 from lib.runtime import InputError
 from lib.servers import visible_text
-from lib.vision import load_processor, load_vision, read_images, view_rows, vision_reply
+from lib.vision import load_processor, load_vision, read_images, view_rows, views_of, vision_reply
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -40,7 +40,7 @@ IDEA = turns("A shop.")
 
 def turn_row(sight, history, sent, sees_c=True):
     """(ids, image files) of the turn after `history` that says `sent`, a page perhaps."""
-    view = tuple(sight.domain.views(TASK, [*history, {"role": "assistant", "content": sent}], sees_c))
+    view = views_of(sight, TASK, [*history, {"role": "assistant", "content": sent}], sees_c)
     return view_rows(sight, [[view]])[view]
 
 
@@ -288,5 +288,5 @@ def test_bad_input_is_one_line(dialogues, vlm, data, tmp_path):
              ["--method", "sft", "--trajectories", functions, "--model", vlm, "--out", out])]:
         assert message in refused(number, *arguments)
     assert not out.exists()
-    with pytest.raises(InputError, match="no model of this name .*ImageTextToText"):
+    with pytest.raises(InputError, match="sees no images"):
         load_vision(str(BASE), "cpu")

@@ -76,6 +76,11 @@ def rounded(value):
     return round(value, 6) if value is not None and math.isfinite(value) else None
 
 
+def draws_images(domain):
+    """Whether the scorer draws pages. Where it does not, a file's own "image" says nothing."""
+    return "image" in domain.SCORE_KEYS
+
+
 def task_data(row, domain):
     task = row["task"]
     return slim({
@@ -84,7 +89,7 @@ def task_data(row, domain):
         "request": text_of(task["problem_description"]),
         "reference": text_of(task["ground_truth"]),
         "facts": [text_of(text) for text, _ in domain.facts(task, []) or []],
-        "image": row.get("reference_image"),
+        "image": row.get("reference_image") if draws_images(domain) else None,
     })
 
 
@@ -96,7 +101,7 @@ def dialogue_data(trajectory, domain):
         "reward": trajectory["reward"],
         "answer": text_of(trajectory["answer"]),
         "known": trajectory["known"],
-        "image": trajectory.get("image"),
+        "image": trajectory.get("image") if draws_images(domain) else None,
         "fault": trajectory.get("render_fault"),
         "failed": [slim(test) for test in trajectory.get("failed") or []],
         "num_failed": sum(fault is not None for fault in trajectory.get("faults") or []) or None,
