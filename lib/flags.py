@@ -3,7 +3,7 @@ import argparse
 import math
 
 from lib import VERSION
-from lib.runtime import project_flag
+from lib.runtime import optional
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -74,6 +74,12 @@ def text_flag(text):
     """A type: a text that is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("cannot be empty")
+    return text
+
+
+def project_flag(text):
+    """A type: a project of trackio, which must be installed."""
+    optional("trackio", "--track: needs")
     return text
 
 

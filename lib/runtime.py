@@ -435,17 +435,12 @@ def add_costs(**numbers):
 # ---------------------------------------------------------------------------------------------------------------------
 # --track PROJECT: what a stage logs goes to trackio, too, a tracker on this machine with the interface of wandb
 
-def project_flag(text):
-    """A type of a flag: a project of trackio, which must be installed."""
-    optional("trackio", "--track: needs")
-    return text
-
-
 def open_track(project, out, config):
     """A function log(step, **numbers): the curve of the output `out` in a project of trackio, on rank 0; each start of
     a stage is a run of its own. Without a project it does nothing. config: the arguments of the stage, a dict."""
     if project is None or not is_main():
         return lambda step, **numbers: None
+    import trackio
     name = f"{out} {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    run = optional("trackio", "--track: needs").init(project=project, name=name, config=config)
+    run = trackio.init(project=project, name=name, config=config)
     return lambda step, **numbers: run.log(numbers, step=step)

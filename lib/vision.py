@@ -30,8 +30,7 @@ def load_processor(name):
                     {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
         tokenizer = models.load_tokenizer(name)
         images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name)
-        if images.size["longest_edge"] > MAX_PIXELS:
-            images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name, max_pixels=MAX_PIXELS)
+        images.size["longest_edge"] = min(images.size["longest_edge"], MAX_PIXELS)
         return kind(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
