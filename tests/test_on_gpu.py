@@ -4,6 +4,7 @@ GPU_TESTS_ON_CPU=1 runs them with the CPU in the place of the GPU, to try the te
 import concurrent.futures
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,8 @@ from test_families import ACTIONS, PROMPT
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
-from colbench import backend
 from compare import weights
-from conftest import BASE, call, read, ROOT, stage, succeed, trajectory, write
+from conftest import BASE, call, read, ROOT, succeed
 from lib import engine as engine_module
 from lib.engine import Engine
 from lib.models import load_tokenizer
@@ -146,17 +146,8 @@ def test_graphs_are_captured_while_a_thread_takes_memory():
 # --- training
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Has demos.jsonl: of each template task a right answer and a wrong one, of which no scorer is asked."""
-    folder, rows = tmp_path_factory.mktemp("gpu"), []
-    for task in stage(1).make_tasks(backend, 12, 0, "train", "some"):
-        asked = [{"role": "user", "content": task["problem_description"]},
-                 {"role": "assistant", "content": "Is there a limit?"}, {"role": "user", "content": "No."}]
-        for sample, code in enumerate((task["ground_truth"], "def wrong():\n    return 0")):
-            rows.append(trajectory(task["task_id"], code, task=task, sample=sample, reward=1.0 - sample, max_rounds=8))
-            rows[-1]["dialogue_history"][:1] = asked
-    write(folder / "demos.jsonl", rows)
-    return folder
+def folder(data, tmp_path_factory):
+    return shutil.copytree(data, tmp_path_factory.mktemp("gpu"), dirs_exist_ok=True)
 
 
 def run_on(device, number, *flags):
