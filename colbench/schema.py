@@ -4,16 +4,18 @@ A kind is one of Python's types str, bool, int, float, list, dict, or a function
 what is wrong with it (None: nothing). The functions below make such functions of other kinds:
 
     TURN = record({"role": one_of("user", "assistant"), "content": str}, {"output_ids": list_of(whole(0))})
-    TURN({"role": "user", "content": 1})        '"content" is a int, not a str'
+    TURN({"role": "user", "content": 1})        '"content" is an integer, not a string'
 
 `int` is a whole number of 64 bits, `float` a finite number, whole or not; true and false are neither.
 lib/ uses them, too."""
 
 MAX_WORD = 2 ** 63
+NAMES = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list",
+         dict: "an object"}
 
 
 def is_a(value, wanted):
-    return f"is a {type(value).__name__}, not {wanted}"
+    return f"is {NAMES[type(value)]}, not {wanted}"
 
 
 def checker(kind):
@@ -23,16 +25,16 @@ def checker(kind):
     if kind is float:
         return number(-1e300, 1e300)
     if isinstance(kind, type):
-        return lambda value: None if type(value) is kind else is_a(value, f"a {kind.__name__}")
+        return lambda value: None if type(value) is kind else is_a(value, NAMES[kind])
     return kind
 
 
 def whole(low):
     """A whole number of 64 bits, `low` or more."""
-    return number(low, MAX_WORD - 1, (int,), "a int")
+    return number(low, MAX_WORD - 1, (int,), NAMES[int])
 
 
-def number(low, high, types=(int, float), noun="a number"):
+def number(low, high, types=(int, float), noun=NAMES[float]):
     """A number from `low` to `high`; never NaN or infinite."""
     def check(value):
         if type(value) not in types:
@@ -44,7 +46,7 @@ def number(low, high, types=(int, float), noun="a number"):
 def label(value):
     """A text that is not empty."""
     if type(value) is not str:
-        return is_a(value, "a str")
+        return is_a(value, NAMES[str])
     return None if value else "is an empty text"
 
 
@@ -68,7 +70,7 @@ def list_of(kind, least=0):
 
     def check_list(value):
         if type(value) is not list:
-            return is_a(value, "a list")
+            return is_a(value, NAMES[list])
         if len(value) < least:
             return f"is a list of {len(value)}, not of {least} or more"
         for index, item in enumerate(value):
@@ -98,7 +100,7 @@ def record(needed, optional=None, others=lambda value: None):
 
     def check_record(value):
         if type(value) is not dict:
-            return is_a(value, "an object")
+            return is_a(value, NAMES[dict])
         for key in needed:
             if key not in value:
                 return f'missing "{key}"'
