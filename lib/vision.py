@@ -11,6 +11,7 @@ from lib import models
 from lib.models import decode, encode, from_pretrained, read_config, render_chat
 from lib.runtime import InputError, say
 from lib.servers import Reply
+from lib.statistics import agent_places
 
 MAX_PIXELS = 1280 * 28 * 28
 BLACK = 56, 56                                  # width and height of what stands for an image that is not there
@@ -100,8 +101,7 @@ def turn_rows(sight, trajectories, sees_c):
     views = []
     for trajectory in trajectories:
         task, history = trajectory["task"], trajectory["dialogue_history"]
-        ends = [number for number, turn in enumerate(history, 1) if turn["role"] == "assistant"]
-        views.append([views_of(sight, task, history[:end], sees_c) for end in ends])
+        views.append([views_of(sight, task, history[:place + 1], sees_c) for place in agent_places(history)])
     row_of = view_rows(sight, views)
     return [list(map(row_of.get, turn_views)) for turn_views in views]
 
