@@ -4,8 +4,8 @@ Reads   trajectories.jsonl (02) and a model. There is no critic to train.
 Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with), and
         candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
 
-As 04 --method sweet, but each candidate a is scored by the model at the start alone. A question (or a look) gets its
-reply from the rule-based user simulator, and is worth what that says about the reference answer c:
+As 04 --method sweet, but each candidate a is scored by the initial model alone. A question gets its reply from the
+rule-based user simulator (a look: from the database), and is worth what that says about the reference answer c:
     max(0, log p(c | o_t, a, reply) - log p(c | o_t))            in nats
 An answer is worth how much likelier c makes it, a mean over its tokens, as with 04 --critic untrained:
     log p(a | o_t, c) - log p(a | o_t)

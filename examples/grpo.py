@@ -5,13 +5,13 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
         advantages.jsonl, the critic's A(o_t, a_t, c) (eq. 3) of each turn.
 
 Each agent token of a trajectory has an advantage, which is the same for all tokens of a turn:
-without --critic   the trajectory's return, standardised: less the mean of its task's returns, over their deviation
+without --critic   the trajectory's return, standardised: (return - mean) / deviation of its task's returns
 --critic DIR       the critic's advantage of the turn, standardised over all turns of the task's trajectories
 --signed           the outcome gives the sign of a turn, the critic its size: the advantage by the return, times
                    |A(o_t, a_t, c)| over the trajectory's mean of it. All turns of a success rise and all turns of a
                    failure fall, more so where the critic sees a large advantage. The idea is that of arXiv 2604.03128,
                    2605.19447, 2606.12634, whose teacher sees the solution.
-The ratio of a token's probability to that under the model at the start is clipped as in PPO.
+The ratio of a token's probability to that under the initial model is clipped as in PPO.
 The variant, against what is called GRPO elsewhere:
     deviation    the population's, as in DeepSeekMath (arXiv 2402.03300); Dr. GRPO (arXiv 2503.20783) leaves it out
     loss         a mean over all tokens of a batch, as in DAPO (arXiv 2503.14476), not over trajectories
