@@ -298,7 +298,7 @@ def parse_args(argv=None):
     parser.add_argument("--domain", choices=list(DOMAINS), default="backend", help="kind of tasks")
     parser.add_argument("--num-tasks", type=flags.positive_int, help="tasks to write (None: 1000; colbench: all)")
     parser.add_argument("--split", choices=["all", *SPLITS], default="all", help="the split (colbench: its own)")
-    parser.add_argument("--told", choices=["none", "some", "all"], default="some", help="facts that the request tells: "
+    parser.add_argument("--told", choices=["none", "some", "all"], default="some", help="facts in the request: "
                         "none, one (of a page one or two) in 30 %% of the tasks, or all (clear requests)")
     parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the tasks, or of their order")
     parser.add_argument("--out", help="tasks file to write (JSONL); with --check its findings (optional)")

@@ -6,8 +6,8 @@ Writes  trajectories.jsonl in the published format, {"task", "dialogue_history",
         how it was made: "agent", "simulator", "tokenizer", "best_of", "critic", "informed"; where they apply
         "temperature", "system_prompt", "chat_template_args", "no_room" (no further turn would fit into a model),
         "branch", "continuation". A turn of an agent's model has "output" (the raw text); if known, "input" (the
-        rendered prompt) and "output_ids" (as sampled); "truncated" if --max-new-tokens cut it. A simulating model's
-        has "output" if its raw text differs, "leak" if it reveals the reference. One of the environment has "tool".
+        rendered prompt) and "output_ids" (as sampled); "truncated" if --max-new-tokens cut it. A turn of a simulating
+        model has "output" if its raw text differs, "leak" if it reveals the reference; one of the environment "tool".
 
 The simulator opens with the request. In each of --max-rounds rounds the agent sends a message and the simulator
 replies. The task's domain (colbench/) says which message is the answer, and scores it.
@@ -363,7 +363,7 @@ PRESETS = {name: {"dtype": "bfloat16"} for name in ("paper-backend", "paper-fron
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("--tasks", type=flags.text_flag, required=True, help="tasks (01); with --branch trajectories")
+    parser.add_argument("--tasks", type=flags.text_flag, required=True, help="tasks (01); --branch: trajectories")
     parser.add_argument("--agent", type=flags.text_flag, required=True, help="a model (folder, hub id, smollm2, a "
                         "server), or a scripted agent of the domain: script, script-informed (knows c), …")
     parser.add_argument("--simulator", type=flags.text_flag, default="rules", help="the user: rules, or a model")
@@ -381,7 +381,7 @@ def parse_args(argv=None):
     group.add_argument("--critic", type=flags.text_flag, help="who picks one of --best-of: a critic folder (03); "
                        "judge:MODEL; untrained (the agent itself, with a reference that does not see c)")
     flags.add_reference(group)
-    group.add_argument("--branch", type=flags.positive_int, metavar="N", help="go on from N turns of trajectories")
+    group.add_argument("--branch", type=flags.positive_int, metavar="N", help="continue from N turns of trajectories")
     group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8, help="messages in each of them")
     group = parser.add_argument_group("models and servers")
     group.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="dialogues in flight")
