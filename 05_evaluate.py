@@ -1,6 +1,7 @@
 """Stage 5: score trajectory files, compare them in one table, and show every turn's advantage in an HTML report.
 
-Reads   NAME=trajectories.jsonl … (02); the logged rewards are not trusted: every answer is scored again.
+Reads   NAME=trajectories.jsonl … (02); every answer is scored again. Of dialogues that another program has made
+        (docs/faq.md) the rewards count.
 Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html; images/ (of web pages);
         with --export export/.
 
