@@ -17,11 +17,11 @@ def main(table, out):
     with open(table, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     column = "round"
-    if len({row.get("dialogues") for row in rows}) > 1:
+    if len({row.get("dialogues") for row in rows} - {""}) > 1:       # of the base model a table may have none
         column = "dialogues"
     curves = {}
     for row in rows:
-        if row[column]:                                              # of the base model a table may have none
+        if row[column]:
             point = {"success": float(row["success"]), "ci95": [float(row["low"]), float(row["high"])]}
             curves.setdefault(row["method"], {})[int(row[column])] = point
     figure = curve_figure(curves, "success", f"{column} of training", is_log=column == "dialogues")

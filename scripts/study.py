@@ -270,7 +270,7 @@ def write_tables(out, points, domain):
 
 def table_row(run, metrics):
     """A row of table.csv: what differs between runs, and the numbers of 05."""
-    row = {"method": run.arm, **run.settings, "dialogues": run.size, "round": run.round}
+    row = {"method": run.arm, **run.settings, "dialogues": run.size, "round": None if run.arm == "base" else run.round}
     for key, value in {**metrics, **metrics.get("costs", {})}.items():
         if isinstance(value, (int, float)):
             column = key.removesuffix("_rate").removeprefix("mean_")

@@ -227,6 +227,9 @@ def test_the_tables(call):
     assert [list(row.values()) for row in rows_of("o/tasks.csv")] == [
         ["a", "f", "0", "5", "rft@80", "0.0", "3"], ["a", "f", "1", "5", "rft@80", "1.0", "3"],
         ["a", "f", "1", "6", "rft@80", "1.0", "4"]]
+    call("base", "rft", "--seeds", "5", "6", "--rounds", "2")
+    rounds = [(row["method"], row["round"]) for row in rows_of("o/table.csv")]
+    assert rounds == [("base", ""), ("rft", "1"), ("rft", "2")]
 
 
 def test_a_table_of_the_outcomes_of_tasks(tmp_path, capsys):
@@ -242,7 +245,8 @@ def test_a_table_of_the_outcomes_of_tasks(tmp_path, capsys):
 
 
 def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path):
-    (tmp_path / "rounds").write_text("round,method,success,low,high\n1,sweet,.5,.4,.6\n2,sweet,.5,.4,.6\n")
+    (tmp_path / "rounds").write_text("dialogues,round,method,success,low,high\n320,1,sweet,.5,.4,.6\n"
+                                     "320,2,sweet,.5,.4,.6\n,,base,.5,.4,.6\n")
     (tmp_path / "sizes").write_text("dialogues,method,success,low,high\n3200,sweet,.5,.4,.6\n80,sweet,.5,.4,.6\n"
                                     "80,mtdpo,.5,.4,.6\n,base,.5,.4,.6\n")
     for table, out in (("rounds", "rounds.svg"), ("sizes", "sizes.svg"), ("sizes", "again.svg")):
