@@ -98,17 +98,17 @@ def decision_points(path, dialogues, domain):
 
 
 def return_correlation(points, returns, scores):
-    """{"rank_correlation", "ci95", "num_states"} of scores of actions with their returns, a list for each state."""
+    """{"rank_correlation", "num_states", and "ci95" unless all tasks have one mean} of scores of actions with their
+    returns, a list for each state."""
     correlations = {}                                                # {task_id: those of its states}
     for point, point_returns, point_scores in zip(points, returns, scores):
         correlation = statistics.rank_correlation(point_scores, point_returns)
         correlations.setdefault(task_id(point.task), []).append(correlation)
     means = [statistics.mean(values) for values in correlations.values()]
-    return {
-        "rank_correlation": statistics.mean(means),
-        "ci95": statistics.bootstrap_interval(means),
-        "num_states": len(points),
-    }
+    measured = {"rank_correlation": statistics.mean(means), "num_states": len(points)}
+    if max(means) - min(means) > 1e-9:                               # else a bootstrap has no width
+        measured["ci95"] = statistics.bootstrap_interval(means)
+    return measured
 
 
 def measure_ranks(args, trajectories, domain, device):
@@ -159,7 +159,7 @@ def main(argv=None):
         lines = gate_lines(measured, args.gates)
     else:
         name, measured = "ranks.json", measure_ranks(args, trajectories, domain, device)
-        correlation, interval = measured["rank_correlation"], statistics.interval(measured["ci95"])
+        correlation, interval = measured["rank_correlation"], statistics.cell_of(measured, "ci95")
         lines = [f"{args.critic}: rank correlation {correlation:.3f} {interval}, {measured['num_states']} states"]
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / name, measured)

@@ -121,6 +121,8 @@ def test_the_correlation_with_returns_by_hand():
     measured = critics.return_correlation(points, returns, scores)
     assert measured["rank_correlation"] == pytest.approx(0.5) and measured["num_states"] == 4
     assert measured["ci95"] == pytest.approx([0, 1])
+    of_one_task = critics.return_correlation(points[2:3], returns[2:3], scores[2:3])
+    assert of_one_task == {"rank_correlation": pytest.approx(1), "num_states": 1}          # and no interval
 
 
 def test_a_critic_is_measured_by_monte_carlo_returns(branches, regression_critic, tmp_path):
