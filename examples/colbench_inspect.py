@@ -53,14 +53,15 @@ def dialogue(max_rounds, simulator):
         state.messages.insert(0, ChatMessageSystem(content=domain.AGENT_SYSTEM.format(max_rounds=max_rounds)))
         history = [{"role": "user", "content": row["problem_description"]}]
         for number in range(1, max_rounds + 1):
+            if number == max_rounds:
+                state.messages[-1] = ChatMessageUser(content=history[-1]["content"] + "\n(last round)")
             state = await generate(state)
             history.append({"role": "assistant", "content": domain.shown(state.output.completion)})
             answer = domain.answer_of(history, number == max_rounds)
             if answer is not None:
                 break
             history.append({"role": "user", "content": await reply_to(row, history, simulator)})
-            hint = "\n(last round)" if number + 1 == max_rounds else ""
-            state.messages.append(ChatMessageUser(content=history[-1]["content"] + hint))
+            state.messages.append(ChatMessageUser(content=history[-1]["content"]))
         state.store.set("answer", answer)
         return state
     return solve

@@ -15,8 +15,8 @@ with open(path) as file:
 
 
 def say(messages, *_):
-    texts = [message.text for message in messages]
-    number = next(number for number, task in enumerate(tasks) if task["problem_description"] in texts)
+    request = messages[1].text.removesuffix("\n(last round)")
+    [number] = [number for number, task in enumerate(tasks) if task["problem_description"] == request]
     fact = next(fact for fact in tasks[number]["facts"] if fact["matters"])
     answer = tasks[number]["ground_truth"] if number == 0 else "no code"
     asks = number == 2 or len(messages) == 2
@@ -35,3 +35,7 @@ for simulator in ("rules", get_model("mockllm/user", custom_outputs=[user_output
     for sample in log.samples:
         messages = [[message.role, message.text] for message in sample.messages]
         print(json.dumps({"messages": messages, "scores": sample.scores["hidden_tests"].value}))
+
+# A single turn is the last round, too (02 --single-turn).
+[log] = evaluate(colbench_inspect.colbench(tasks=path, max_rounds=1), model=model, log_dir=logs, display="none")
+assert all(sample.messages[1].text.endswith("\n(last round)") for sample in log.samples)
