@@ -60,8 +60,9 @@ class ColBenchTaskset(vf.Taskset[ColBenchTask, ColBenchConfig]):
                 if missing := domain_of(row, where).lacks(row, "rules"):
                     raise ColBenchError(f'{where}: missing "{missing}"')
                 system = domain_of(row).AGENT_SYSTEM.format(max_rounds=rounds)
-                yield ColBenchTask(ColBenchData(prompt=row["problem_description"], system_prompt=system, row=row,
-                                                max_rounds=rounds), self.config.task)
+                prompt = row["problem_description"] + ("\n(last round)" if rounds == 1 else "")
+                yield ColBenchTask(ColBenchData(prompt=prompt, system_prompt=system, row=row, max_rounds=rounds),
+                                   self.config.task)
 
 
 class ColBenchEnv(vf.SingleAgentEnv):
