@@ -164,7 +164,7 @@ class Run:
         return self.rollout(name, self.ranks, tasks=tasks, agent=agent, samples=4, seed=self.round_seed)
 
     def all_dialogues(self):
-        """The dialogues of all rounds until this one, in one file, with the c that the arm's critic reads."""
+        """The dialogues of all rounds until this one, in one file."""
         rounds = [dataclasses.replace(self, round=number + 1) for number in range(self.round)]
         files = [run.dialogues() for run in rounds]
         path = files[0]
@@ -174,6 +174,10 @@ class Run:
             with locks[path]:
                 if not path.exists() or path.read_bytes() != rows:   # a newer file would train its critic again
                     path.write_bytes(rows)
+        return path
+
+    def with_c(self, path):
+        """Dialogues with the c that the arm's critic reads."""
         if "c" not in self.table:
             return path
         kind = self.table["c"]
@@ -192,7 +196,7 @@ class Run:
         if self.round > 1:
             name = f"{self.name}-critic"
         program = f"03_train_critic.py {self.domain['critic']} {self.domain['critics'][kind]}"
-        return self.train(name, program, self.ranks, trajectories=self.all_dialogues())
+        return self.train(name, program, self.ranks, trajectories=self.with_c(self.all_dialogues()))
 
     def agent(self):
         """Its model folder. Of a flag that its settings name twice the last one counts."""
@@ -206,8 +210,7 @@ class Run:
             words.append(arm.get("many", ""))
         if self.round > 1:
             words.append(arm.get("later", ""))
-        dialogues = self.all_dialogues() if "c" in arm else self.dialogues()
-        flags = {**self.settings, "trajectories": dialogues, "critic": self.critic()}
+        flags = {**self.settings, "trajectories": self.with_c(self.dialogues()), "critic": self.critic()}
         if "candidates" in arm and self.round == 1:                  # another arm's
             other = dataclasses.replace(self, arm=arm["candidates"], settings={})
             flags["candidates"] = other.agent() / "candidates.jsonl"

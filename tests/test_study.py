@@ -196,8 +196,9 @@ def test_each_round_goes_on_with_the_agent_of_the_one_before(call, monkeypatch):
     monkeypatch.setattr(study, "run_step", lambda *_, **__: "")
     study.main([*words, "--out", "o"])
     assert os.stat(critic["trajectories"]).st_mtime == 1                       # no newer file, so no critic again
-    critic = call("exchanged", "--rounds", "2", "--seeds", "3")["o/seed3/exchanged@2-critic"]
-    assert critic["trajectories"] == "o/seed3/exchanged@2-all-exchanged.jsonl"
+    commands = call("exchanged", "--rounds", "2", "--seeds", "3")                # of the same dialogues as sweet's
+    assert commands["o/seed3/exchanged@2-critic"]["trajectories"] == "o/seed3/exchanged@2-all-exchanged.jsonl"
+    assert commands["o/seed3/exchanged@2"]["trajectories"] == "o/seed3/exchanged@2-offline-exchanged.jsonl"
 
 
 @pytest.mark.parametrize("domain", ["backend", "sql", "frontend", "real"])
