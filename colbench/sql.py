@@ -370,6 +370,7 @@ CHILD = beside("sql_child.py")
 def program(task, databases, statement):
     """Python source for the child: result(i) is what `statement` gives on database i, table() how that looks."""
     data = json.dumps([task["schema"], databases, statement])
+    data = data.replace("/", r"\/")                                 # no text in it is the end of thoughts: </think>
     return PROGRAM.format(child=CHILD, data=data, ordered=is_ordered(task["ground_truth"]))
 
 
