@@ -280,7 +280,7 @@ def answer_of(history, is_last):
     before, marker, after = content.partition(MARKER)
     if not marker:
         return content if is_last else None
-    is_in_comment = re.search(r"#[^\w\n]*$", before)
+    is_in_comment = "#" in re.split(r"[\w\n]", before)[-1]
     is_before = "def " in before and not re.search(r"\b(?:def|lambda|import)\b|=", after)
     if is_in_comment or is_before or not after.strip():
         return content

@@ -112,6 +112,12 @@ def test_an_answer_follows_the_marker_or_is_the_whole_turn(content, answer):
     assert backend.answer_of(history, False) == (answer if backend.MARKER in content else None)
 
 
+def test_a_long_row_of_signs_before_the_marker_takes_no_time():
+    begin_s = time.process_time()
+    assert backend.answer_of(turns("?", f"{'#' * 30_000}a I WANT TO ANSWER: 1"), False) == " 1"
+    assert time.process_time() - begin_s < 1
+
+
 def test_the_rule_based_human_knows_what_it_is_asked_and_a_model_s_prompt_swaps_the_roles(workspace):
     task, human = read(workspace / "tasks.jsonl")[0], backend.Environment()
 
