@@ -8,6 +8,7 @@
   const size = e => box(e).width * box(e).height;
   const seen = e => box(e).width > 1 && box(e).height > 1 && style(e).visibility == "visible" && style(e).opacity > 0.1;
   const share = n => Math.round(1e4 * Math.min(1, Math.max(0, n / (W * H)))) / 1e4;
+  const children = e => [...e.querySelectorAll(":scope > *")];    // of a form, .children may be its field of that name
   const all = selector => [...document.querySelectorAll(selector)].filter(seen);
   const first = (...selectors) => selectors.map(s => all(s)[0]).find(e => e);
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true}), known = {};
@@ -19,13 +20,13 @@
     return colour[3] > 127 ? colour.slice(0, 3) : null;
   };
   const under = e => { for (; e; e = e.parentElement) if (paint(e)) return paint(e); return white; };
-  const cover = e => [...e.children].find(c => seen(c) && size(c) >= 0.9 * size(e) && (paint(c) || cover(c)));
+  const cover = e => children(e).find(c => seen(c) && size(c) >= 0.9 * size(e) && (paint(c) || cover(c)));
   const surface = e => { while (cover(e) && !paint(e)) e = cover(e); return under(e); };
   const outer = e => !e.parentElement.closest("article, section, main, aside");
 
   let ground = body;
-  while ([...ground.children].some(c => seen(c) && size(c) >= 0.9 * W * H && (paint(c) || c.children.length)))
-    ground = [...ground.children].find(c => seen(c) && size(c) >= 0.9 * W * H && (paint(c) || c.children.length));
+  while (children(ground).some(c => seen(c) && size(c) >= 0.9 * W * H && (paint(c) || children(c).length)))
+    ground = children(ground).find(c => seen(c) && size(c) >= 0.9 * W * H && (paint(c) || children(c).length));
   const background = under(ground);
   const nav = first("nav, [role=navigation]", ".nav, .navbar, .navigation, #nav, .menu");
   const aside = first("aside, [role=complementary]", "[class*=sidebar], [id*=sidebar]");
@@ -42,7 +43,7 @@
   let cards = all(tagged).filter(e => free(e) && !e.parentElement.closest(tagged));
   if (cards.length < 2) {
     const groups = all("body, body *").filter(free).map(parent => {
-      const kids = [...parent.children].filter(k =>
+      const kids = children(parent).filter(k =>
         seen(k) && free(k) && /^(DIV|LI|SECTION|FIGURE|A|TD)$/.test(k.tagName));
       const alike = kids.filter(k => k.tagName == kids[0].tagName && size(k) < 0.4 * W * H &&
                                      Math.abs(box(k).width / box(kids[0]).width - 1) < 0.2);
