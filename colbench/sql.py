@@ -12,7 +12,8 @@ the database shows ("by": "look"). In each round the agent does one of three thi
 The answer (sql_text.py finds the query in it) is run on hidden databases, the reward is the share of them on which it
 gives the rows of the reference. The databases are drawn until likely mistakes show (sql_mutants.py). Rows are a
 multiset, and a list where the reference ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0, and
-fractions are compared to 9 digits. All SQL of an agent runs in the scorer's confined child program (sql_child.py).
+fractions are compared to 9 digits and 9 decimals. All SQL of an agent runs in the scorer's confined child program
+(sql_child.py).
 """
 import collections
 import contextlib

@@ -58,12 +58,13 @@ def select(connection, statement):
 
 
 def plain_number(cell):
-    """A cell in a form that is equal for equal numbers: whole numbers as int, fractions to 9 digits."""
+    """A cell in a form that is equal for equal numbers: whole numbers as int, fractions to 9 digits
+    and 9 decimals, so that what rounding leaves of SUM(a) - SUM(b) is 0."""
     if not isinstance(cell, float):
         return cell
     if 10 ** 9 <= abs(cell) < 2 ** 53:                              # where 9 digits are coarser than whole numbers
         return round(cell)
-    cell = float(f"{cell:.9g}")
+    cell = float(f"{round(cell, 9):.9g}")
     return int(cell) if cell.is_integer() and abs(cell) < 2 ** 53 else cell
 
 
