@@ -245,14 +245,15 @@ def branched_dialogue(number, trajectory, position, candidate, continuation):
     for turn in trajectory["dialogue_history"][:position]:
         history.append({key: turn[key] for key in ("role", "content", "tool") if key in turn})
     task = {**trajectory["task"], "task_id": trajectory["task_id"]}  # the row's name counts, of tasks that have none
-    branch = {"sample": trajectory["sample"], "turn": position, "candidate": candidate}
+    run = {"run": trajectory["run"]} if "run" in trajectory else {}  # of several that 05 has joined
+    branch = {**run, "sample": trajectory["sample"], "turn": position, "candidate": candidate}
     keys = {"branch": branch, "continuation": continuation}
     return Dialogue(task, number, history, system=None, random_name=branch_name(branch), branch=keys)
 
 
 def branch_name(branch):
     """What names a candidate of --branch in a task, and its random numbers."""
-    return f"{branch['sample']}/{branch['turn']}/{branch['candidate']}"
+    return "/".join(map(str, branch.values()))
 
 
 async def add_first_turn(dialogue, players, args):

@@ -75,17 +75,17 @@ def decision_points(path, dialogues, domain):
     """(DecisionPoints, for each of them the mean return of each of its actions) of a file of 02 --branch.
 
     States whose actions have equal returns are left out."""
-    states = {}                                        # {(task_id, sample, turn): (a dialogue, {ids: returns})}
+    states = {}                                        # {(task_id, run, sample, turn): (a dialogue, {ids: returns})}
     for dialogue in dialogues:
         if "branch" not in dialogue:
             raise InputError(f"{path}: no dialogues of 02_rollout.py --branch")
         place = dialogue["branch"]["turn"]
-        state = dialogue["task_id"], dialogue["branch"]["sample"], place
+        state = dialogue["task_id"], dialogue["branch"].get("run"), dialogue["branch"]["sample"], place
         ids = tuple(dialogue["dialogue_history"][place]["output_ids"])
         _, returns_of = states.setdefault(state, (dialogue, {}))
         returns_of.setdefault(ids, []).append(float(domain.eval_score(dialogue)))
     points, returns = [], []
-    for (_, _, place), (dialogue, returns_of) in states.items():
+    for (*_, place), (dialogue, returns_of) in states.items():
         action_returns = list(map(statistics.mean, returns_of.values()))
         if len(set(action_returns)) > 1:
             history = dialogue["dialogue_history"]

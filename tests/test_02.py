@@ -300,6 +300,8 @@ def test_a_branch_keeps_which_turns_are_of_the_environment():
     assert branched.history == history[:3] and (branched.sample, branched.random_name) == (7, "2/3/1")
     assert branched.branch == {"branch": {"sample": 2, "turn": 3, "candidate": 1}, "continuation": 0}
     assert branched.task["task_id"] == "row's"                       # which tells the candidates of two tasks apart
+    joined = rollout.branched_dialogue(7, {**trajectory, "run": 1}, 3, 1, 0)        # by 05, with another of sample 2
+    assert joined.random_name == rollout.branch_name(joined.branch["branch"]) == "1/2/3/1"
 
 
 def test_a_candidate_of_a_branch_is_one_message_after_a_kill(workspace):
