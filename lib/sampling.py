@@ -47,9 +47,13 @@ class Sampler:
         return replies
 
     def visible(self, reply):
-        """What the other side sees of a reply: all but its thoughts, which a server may have put apart although the
-        prompt opens them."""
-        return strip_thoughts(reply.text, None if self.server else reply.prompt)
+        """What the other side sees of a reply: all but its thoughts. Where the prompt opens them, a server may have put
+        them apart or not: the ids tell."""
+        if not self.server:
+            return strip_thoughts(reply.text, reply.prompt)
+        if self.tokenizer and reply.ids:
+            return strip_thoughts(decode(self.tokenizer, reply.ids), reply.prompt)
+        return strip_thoughts(reply.text)
 
     def render(self, prompt):
         """The text of a prompt."""
@@ -96,7 +100,7 @@ class Sampler:
         """One line where a server's Reply to the prompt `text` cannot be used; else None.
 
         With the server's tokenizer it needs the ids that were sampled, with the end of the turn."""
-        if not (may_be_empty or strip_thoughts(reply.text.rstrip("\ufffd"))):
+        if not (may_be_empty or self.visible(reply._replace(prompt=text)).rstrip("\ufffd")):
             return "empty reply" if reply.ended else "empty reply (only thoughts: raise the limit of new tokens)"
         if self.tokenizer is None:
             return None

@@ -104,6 +104,19 @@ def test_thoughts_stay_with_who_thinks(tasks, tmp_path, serve):
     assert kinds == {(1.0, "{'enable_thinking': True}"), (0.0, "None")}
 
 
+@pytest.mark.parametrize("sampled, text, visible", [
+    ("plan</think>Which?", "<think>plan</think>Which?", "Which?"), ("</think>Which?", "Which?", "Which?"),
+    ("plan</think>Which?", "plan</think>Which?", "Which?"), ("plan", "plan", ""), ("plan", "<think>plan</think>", "")])
+def test_thoughts_that_the_prompt_opens_are_told_by_the_ids(sampled, text, visible):
+    """Whether the server puts them apart or not. One that is cut in the middle of them says nothing."""
+    tokenizer, prompt = load_tokenizer(str(BASE)), "<|user|>Hello<|end|><|assistant|><think>\n"
+    sampler, ids = Sampler(tokenizer=tokenizer, server=types.SimpleNamespace(name="a")), encode(tokenizer, sampled)
+    reply = Reply(text, False, ids, len(encode(tokenizer, prompt)), len(ids), prompt)
+    assert sampler.visible(reply) == visible
+    fault = sampler.fault_of(reply._replace(prompt=None), prompt, may_be_empty=False)
+    assert fault is None if visible else "only thoughts" in fault
+
+
 # --- what is a reply
 
 def answer(finish_reason="stop", usage=(10, 5), text=None, **message):
