@@ -16,7 +16,7 @@ from colbench import beside, check_kind, defaults, dialogue, task_id, task_kind
 from colbench.defaults import *  # noqa: F403
 from colbench.dialogue import answer_kind, asking_kind, Facts, MARKER, mean, needed_facts, OPENERS, put, topics_asked
 from colbench.schema import list_of, table_of
-from colbench.scorer import check_tasks, reward_of, Scorer
+from colbench.scorer import check_tasks, NOT_GRADEABLE, reward_of, Scorer
 
 NOUN = "function"
 COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
@@ -296,7 +296,7 @@ def measure(trajectories):
     not_gradeable = set()                                           # (task, number of a test)
     for trajectory in trajectories:
         for number, fault in enumerate(trajectory["faults"]):
-            if (fault or "").startswith("not gradeable"):
+            if (fault or "").startswith(NOT_GRADEABLE):
                 not_gradeable.add((task_id(trajectory["task"]), number))
     metrics = {"tests_passed": mean([trajectory["reward"] for trajectory in trajectories]),
                **dialogue.measure(trajectories)}

@@ -15,7 +15,7 @@ from colbench.values import equal_values, readable
 
 log = logging.getLogger(__name__)
 
-OTHER_VALUE, NOT_TWICE = "another value", "not the same value twice"
+OTHER_VALUE, NOT_TWICE, NOT_GRADEABLE = "another value", "not the same value twice", "not gradeable"
 MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score shows, and characters of a text there
 
 Score = namedtuple("Score", "tests gradeable faults failed")
@@ -186,9 +186,9 @@ def failed_test(test, result, fault):
 def fault_of(wanted, got):
     """Why a test is not passed; None if it is."""
     if wanted[0] != "ok":
-        return f"not gradeable: {wanted[1]}"
+        return f"{NOT_GRADEABLE}: {wanted[1]}"
     if got[0] != "ok":
-        return shortened(got[1])
+        return shortened(got[1]).replace(NOT_GRADEABLE, "no value")     # an answer can name its exceptions as it likes
     return None if equal_values(wanted[1], got[1]) else OTHER_VALUE
 
 

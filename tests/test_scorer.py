@@ -114,6 +114,12 @@ def test_encoding_by_hand():
     assert readable(encode(range(3))) == "range(3, 0, 1)"
 
 
+def test_no_answer_says_that_a_test_cannot_be_graded(scorer):
+    answer = "def total(values): raise type('not gradeable', (Exception,), {})('x')"
+    [score] = scorer.score([({"ground_truth": "total = sum", "test_cases": {"a": "total([1])"}}, answer)])
+    assert score.gradeable == [True] and score.faults == ["no value: x"]
+
+
 @pytest.mark.parametrize("gradeable, reason, reference", UNSETTLED[-1])
 def test_what_a_reference_cannot_settle_is_never_credited(scorer, monkeypatch, caplog, gradeable, reason, reference):
     monkeypatch.setattr(scorer, "time_limit_s", 0.1)
