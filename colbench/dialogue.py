@@ -116,7 +116,7 @@ STOP_WORDS = set("a an the of for to in at is be as it i me you do does have any
                  "tell what which how want use please mind wish value about there your we that this when will".split())
 
 
-@functools.lru_cache(100_000)
+@functools.lru_cache(10_000)
 def content_words(text):
     """The words of a text in small letters, without stop words and without the s of a plural."""
     words = set()
