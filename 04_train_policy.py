@@ -37,6 +37,7 @@ import random
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 import common
 from colbench import ColBenchError, domain_of
@@ -50,7 +51,6 @@ from lib.runtime import (
     gather,
     InputError,
     is_done,
-    map_blocks,
     read_jsonl,
     read_rows,
     Rows,
@@ -226,16 +226,22 @@ def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
     if critic.is_visual:
         critic.sight = data.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))
-    blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
-
-    def score_block(block):
+    scored = Rows(path, run)
+    starts = range(0, len(rows), SCORED_TOGETHER)
+    for first in tqdm(starts, path.name, mininterval=5, disable=run.rank > 0):
+        block = rows[first:first + SCORED_TOGETHER]
+        numbers = range(first, first + len(block))
+        if scored.done.issuperset(numbers):                          # of a run that was killed
+            continue
         scores = score(block, critic, tokenizer, args.max_tokens, run.device)
-        return [{**row, "advantages": advantages} for row, advantages in zip(block, scores)]
-    rows = map_blocks(path, blocks, score_block, run)
+        if run.rank == 0:
+            for number, row, advantages in zip(numbers, block, scores, strict=True):
+                scored.add(number, {**row, "advantages": advantages})
+    finish_rows(scored, len(rows), [], run)
     add_costs()
     critic.scorer = critic.ref_scorer = None                         # freed before the policy is loaded
     gc.collect()
-    return rows
+    return read_rows(path)
 
 
 def decision_point(row):

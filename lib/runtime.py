@@ -19,7 +19,6 @@ from collections import Counter, namedtuple
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from colbench.schema import record
 from lib import VERSION
@@ -254,25 +253,6 @@ def read_rows(path):
     """The rows of a JSONL file that this program made."""
     with open(path, "rb") as file:
         return [json.loads(line) for line in file]
-
-
-def map_blocks(out, blocks, work, runtime):
-    """Write the rows that `work(block)` returns, one for each item of each block, to the JSONL file `out`, in order.
-
-    All ranks work on every block, as models that are split over them need, and rank 0 writes. Blocks whose rows are
-    there already, of a run that was killed, are left out. Returns all rows, on every rank."""
-    rows, num_rows = Rows(out, runtime), 0
-    for block in tqdm(blocks, desc=rows.out.name, mininterval=5, disable=runtime.rank > 0):
-        numbers = range(num_rows, num_rows + len(block))
-        num_rows += len(block)
-        if not rows.done.issuperset(numbers):
-            for number, row in zip(numbers, work(block), strict=True):
-                if runtime.rank == 0:
-                    rows.add(number, row)
-    if runtime.rank == 0:
-        rows.finish(num_rows)
-    barrier()
-    return read_rows(out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """04_train_policy.py: golden losses, what is chosen, step-0 invariants, phases, lengths, bad input."""
+import argparse
 import collections
 import json
 import math
@@ -12,11 +13,11 @@ import torch
 import common
 from colbench import backend
 from compare import token_logps_after
-from conftest import BASE, call, dies, FUNCTION, policy_flags, read, refused, stage, write
+from conftest import BASE, call, dies, FUNCTION, Partial, policy_flags, read, refused, stage, write
 from lib import training
 from lib.data import read_trajectories
 from lib.models import encode
-from lib.runtime import InputError
+from lib.runtime import InputError, start
 from lib.training import preference_numbers
 
 policy_stage = stage(4)
@@ -149,6 +150,31 @@ def test_candidates_are_scored_without_their_thoughts():
     row = {"task": FUNCTION, "prompt": "<think>", "history": [],
            "candidates": [{"text": text.format(backend.MARKER), "ids": [1]} for text in texts]}
     assert policy_stage.decision_point(row).texts == ["What?", "What?", f"{backend.MARKER} d"]
+
+
+def test_scoring_that_was_killed_resumes_to_the_same_file(tmp_path, monkeypatch):
+    """In blocks of 2 rows: the second one has been written but for the end of its last line."""
+    monkeypatch.setattr(policy_stage, "SCORED_TOGETHER", 2)
+    monkeypatch.setattr(common, "load_critic", lambda *_: None)
+    monkeypatch.setattr(policy_stage, "add_costs", lambda: None)
+    args = argparse.Namespace(out=tmp_path, max_tokens=9, dtype="float32", activation_checkpointing=False, seed=0,
+                              compile=False)
+    one_rank, rows, done = start(0), [{"x": x} for x in (1, 2, 3, 4, 5)], []
+    critic = types.SimpleNamespace(is_visual=False)
+
+    def score(block, *_):
+        done.append([row["x"] for row in block])
+        return [[10 * row["x"]] for row in block]
+    worker = types.SimpleNamespace(score=score)
+    out, partial = tmp_path / "scored.jsonl", Partial(tmp_path / "scored.jsonl")
+    with dies(worker, "score", calls=2):
+        policy_stage.score_candidates(rows, critic, None, args, one_rank, worker.score)
+    partial.write_bytes(partial.read_bytes()[:-3])                          # the last line was cut by the kill
+    Partial(tmp_path / "scored.jsonl.x").write_text("0 {}\n")               # another output's
+    assert not out.exists()
+    scored = policy_stage.score_candidates(rows, critic, None, args, one_rank, worker.score)
+    assert scored == read(out) == [{"x": x, "advantages": [10 * x]} for x in (1, 2, 3, 4, 5)]
+    assert done == [[1, 2], [3, 4], [3, 4], [5]] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, tmp_path):

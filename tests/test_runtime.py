@@ -1,4 +1,4 @@
-"""lib/runtime.py: files by line, blocks that a killed run goes on with, fingerprints. --track."""
+"""lib/runtime.py: files by line, fingerprints. --track."""
 import gc
 import importlib.machinery
 import shutil
@@ -8,11 +8,11 @@ import types
 import pytest
 
 from compare import set_weights, weights
-from conftest import BASE, call, dies, Partial, read, refused, write
+from conftest import BASE, call, dies, read, refused, write
 from lib import runtime, training
 from lib.data import read_trajectories
 from lib.models import weights_fingerprint
-from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Rows, start
+from lib.runtime import fingerprint, InputError, read_jsonl, Rows
 
 
 def test_lines_of_a_file(tmp_path):
@@ -40,19 +40,6 @@ def test_trajectories_that_went_through_datasets_are_the_same(data, tmp_path):
     rows[0]["dialogue_history"][1] |= {"output": "?", "output_ids": [1]}
     packed = [{**row, "dialogue_history": with_nulls(row["dialogue_history"])} for row in with_nulls(rows)]
     assert read_trajectories(write(tmp_path / "rows.jsonl", packed)) == rows
-
-
-def test_map_blocks_resumes_to_the_same_file(tmp_path):
-    one_rank, blocks, done = start(0), [[1, 2], [3, 4], [5]], []
-    worker = types.SimpleNamespace(work=lambda block: done.append(block) or [{"x": x} for x in block])
-    out, partial = tmp_path / "rows.jsonl", Partial(tmp_path / "rows.jsonl")
-    with dies(worker, "work", calls=2):
-        map_blocks(out, blocks, worker.work, one_rank)
-    partial.write_bytes(partial.read_bytes()[:-3])                          # the last line was cut by the kill
-    Partial(tmp_path / "rows.jsonl.x").write_text("0 {}\n")                 # another output's
-    assert not out.exists()
-    assert map_blocks(out, blocks, worker.work, one_rank) == read(out) == [{"x": x} for x in (1, 2, 3, 4, 5)]
-    assert done == [[1, 2], [3, 4], [3, 4], [5]] and len(list(tmp_path.iterdir())) == 2
 
 
 # --- fingerprints
