@@ -44,7 +44,7 @@ from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import data, flags, training
 from lib.memory import dry_run
-from lib.models import encode, fresh_model, load_tokenizer, lora_config, max_positions, reads_images, sharding_of
+from lib.models import encode, fresh_model, load_tokenizer, lora_config, max_positions, reads_images, shard, sharding_of
 from lib.runtime import (
     add_costs,
     begin_output,
@@ -499,7 +499,7 @@ def open_model(args, trajectories, run):
     if args.model == "tiny" and args.method == "sft" and not lora:
         texts = [common.vocabulary_text(trajectory) for trajectory in trajectories]
         model, tokenizer = fresh_model(texts)
-        return tokenizer, functools.partial(common.shard_scorer, model.to(run.device), run, sharding)
+        return tokenizer, functools.partial(shard, common.Scorer(model.to(run.device)), run, sharding)
     if reads_images(args.model):
         raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
     return load_tokenizer(args.model), functools.partial(common.load_scorer, args.model, run, sharding, lora)

@@ -656,13 +656,6 @@ def load_scorer(name, run, sharding, lora=None, has_head=False):
     return scorer
 
 
-def shard_scorer(model, run, sharding):
-    """A Scorer for training of a whole model, which is then split over the ranks."""
-    scorer = Scorer(model)
-    models.shard(scorer, run, sharding)
-    return scorer
-
-
 def load_whole(device, dtype="float32"):
     """A `load` for load_critic: whole models on this rank."""
     def load(name, lora=None, has_head=False):

@@ -504,7 +504,7 @@ def sharding_of(args):
 
 def shard(scorer, run, sharding):
     """Make a module (common.Scorer) and its `model` ready for training: split, checkpointed and compiled as `sharding`
-    says."""
+    says. Returns the module."""
     if sharding.activation_checkpointing:
         scorer.model.activation_checkpointing_enable()
     if run.device.type == "cuda" and sharding.dtype == "bfloat16" and takes_grouped_queries():
@@ -522,6 +522,7 @@ def shard(scorer, run, sharding):
         scorer.model.get_input_embeddings().register_forward_hook(ask_gradients)
         for layer in layers_of(scorer.model):
             layer.compile(dynamic=True)                             # one compilation for all layers and lengths
+    return scorer
 
 
 def ask_gradients(_, ids, states):

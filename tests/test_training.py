@@ -228,7 +228,7 @@ def print_memory(planned, rank, _):
         if rank:
             add_adapter(model.to(getattr(torch, planned.sharding.dtype)), planned.lora)
         run = Runtime(0, planned.world_size, torch.device("cpu"))
-        scorer = common.shard_scorer(model, run, planned.sharding)
+        scorer = common.models.shard(common.Scorer(model), run, planned.sharding)
         optimizer = adamw(scorer.train(), 1e-4)
         step(8)                                                     # makes the optimiser's state
         step(planned.row_tokens)
