@@ -744,10 +744,7 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
         if tokenizer_name(models.load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
             raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
     if critic.head == "lm":
-        known, now = note.get("reference_fingerprint"), models.weights_fingerprint(critic.reference)
-        if None not in (known, now) and known != now:
-            raise InputError(f"{folder}: its reference {critic.reference} has other weights than when the critic was "
-                             "trained from it; put them back, or train the critic again")
+        models.check_weights(folder, critic.reference, note.get("reference_fingerprint"))
     return critic
 
 

@@ -177,6 +177,14 @@ def weights_fingerprint(name):
                         if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
 
 
+def check_weights(folder, name, known):
+    """InputError where the model from which that of a folder was trained has another fingerprint now than then.
+    known: the one then; None, "": not known."""
+    if known and weights_fingerprint(name) not in (None, known):
+        raise InputError(f"{folder}: the model {name} has other weights than when this was trained from it; put them "
+                         "back, or train it again")
+
+
 def read_config(name):
     """The configuration of a folder, a hub id or "smollm2"."""
     from transformers import AutoConfig
@@ -678,12 +686,9 @@ def check_base(folder):
     """InputError where an adapter's base has another fingerprint than when the adapter was trained; one that other
     programs made has none."""
     from safetensors import safe_open
-    base = base_of(folder)
     with loading(folder), safe_open(pathlib.Path(folder) / ADAPTER_WEIGHTS, "pt") as file:
         known = (file.metadata() or {}).get("base_fingerprint")
-    if known and weights_fingerprint(base) not in (None, known):
-        raise InputError(f"{folder}: its base model {base} has other weights than when the adapter was trained; put "
-                         "them back, or train it again")
+    check_weights(folder, base_of(folder), known)
 
 
 def lora_config(name, rank, targets, merge):
