@@ -337,10 +337,6 @@ def begun_files(out, folder):
     return [path for path in files if path.exists() and not path.name.startswith("args.json")]
 
 
-def is_complete(out, folder):
-    return (out / "COMPLETED" if folder else out).exists()
-
-
 @on_main
 def is_done(arguments, out, inputs, folder=False):
     """True if the same command (`arguments`: all flags of the stage; inputs: files, folders, names) already made this
@@ -361,9 +357,10 @@ def is_done(arguments, out, inputs, folder=False):
     if arguments["overwrite"]:
         return False
     check_same_command(out, before, now)
-    if is_complete(out, folder):
+    is_complete = (out / "COMPLETED" if folder else out).exists()
+    if is_complete:
         say(f"{out}: done already by the same command (after a change of code: --overwrite)")
-    return is_complete(out, folder)
+    return is_complete
 
 
 def check_same_command(out, before, now):
