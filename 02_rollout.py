@@ -33,8 +33,6 @@ import re
 import time
 from typing import Callable
 
-import torch
-
 import common
 from colbench import ColBenchError, domain_of, task_id
 from colbench.schema import table_of
@@ -68,7 +66,6 @@ class Players:
     """Who takes part in all dialogues of this rank."""
 
     environment: object                         # the domain's: rules of the simulator, what tools reply, scores
-    device: torch.device
     agent: Sampler | None = None                # None: a scripted agent
     simulator: Sampler | None = None            # None: the rule-based one
     judge: Sampler | None = None                # of --best-of with --critic judge:MODEL
@@ -155,7 +152,7 @@ async def critic_choice(dialogue, replies, messages, players, max_tokens):
         files = await players.environment.show(documents_of(views))
         critic = dataclasses.replace(critic, sight=critic.sight._replace(show=lambda _: files))
     try:
-        [scores] = common.score_actions(critic, players.agent.tokenizer, [point], max_tokens, players.device)
+        [scores] = common.score_actions(critic, players.agent.tokenizer, [point], max_tokens)
     except common.TooLong as error:
         raise NoRoom(str(error)) from None
     return max(range(len(scores)), key=scores.__getitem__)
@@ -482,7 +479,7 @@ def open_players(domain, system, device, args):
     """The Players by the arguments. system: the agent's system prompt, or None."""
     out = pathlib.Path(args.out)
     environment = data.environment(domain, f"{out}.images", out.parent, vars(args), device)
-    players = Players(environment, device, **open_samplers(domain, device, args))
+    players = Players(environment, **open_samplers(domain, device, args))
     tokenizer = players.agent.tokenizer if players.agent else None
     if tokenizer:
         if system is None:

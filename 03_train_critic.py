@@ -208,7 +208,7 @@ def main(argv=None):
     common.check_positions(common.items_of(examples), scorer.model)
     tokenizer = scorer.processor or reader
     training.show_samples(tokenizer, examples[0])
-    ref_logps = common.reference_logps(args.out, scorer, ref_examples, args.max_tokens, run.device)
+    ref_logps = common.reference_logps(args.out, scorer, ref_examples, args.max_tokens)
     returns = [max(0.0, float(domain.eval_score(trajectories[number]))) for number, *_ in groups]
     train(scorer, examples[:num_trained], ref_logps, returns, args, run)            # those after are held out
 
@@ -217,7 +217,7 @@ def main(argv=None):
     accuracy, num_pairs = None, len(examples) - num_trained
     if num_pairs:
         accuracy = common.pair_accuracy(scorer, examples[num_trained:], ref_logps[num_trained:], critic,
-                                        args.max_tokens, run.device)
+                                        args.max_tokens)
         say(f"held-out pair accuracy: {accuracy:.3f} on {num_pairs} pairs of tasks that were not trained on")
     else:
         say("held-out pair accuracy: not measured, no held-out pairs")

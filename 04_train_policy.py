@@ -209,10 +209,10 @@ def with_candidates(states, tokenizer, args, run):
     return read_rows(path)
 
 
-def score_rows(rows, critic, tokenizer, max_tokens, device):
+def score_rows(rows, critic, tokenizer, max_tokens):
     """common.score_actions of every candidate (eq. 3), a list for each row."""
     points = [decision_point(row) for row in rows]
-    return common.score_actions(critic, tokenizer, points, max_tokens, device)
+    return common.score_actions(critic, tokenizer, points, max_tokens)
 
 
 def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
@@ -233,7 +233,7 @@ def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
         numbers = range(first, first + len(block))
         if scored.done.issuperset(numbers):                          # of a run that was killed
             continue
-        scores = score(block, critic, tokenizer, args.max_tokens, run.device)
+        scores = score(block, critic, tokenizer, args.max_tokens)
         if run.rank == 0:
             for number, row, advantages in zip(numbers, block, scores, strict=True):
                 scored.add(number, {**row, "advantages": advantages})
@@ -529,7 +529,7 @@ def main(argv=None, parse_args=parse_args, methods=METHODS):
     common.check_positions(common.items_of(examples), scorer.model)
     ref_logps = None
     if method.has_reference:
-        ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
+        ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens)
     train(scorer, examples, ref_logps, method.losses_of, args, run)
     common.note_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)

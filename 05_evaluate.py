@@ -255,7 +255,7 @@ def add_turn_advantages(metrics, files, critic, device):
     if critic:
         loaded_critic = common.load_critic(critic, common.load_whole(device))
         tokenizer = load_tokenizer(critic.folder)
-        of_turns = common.score_turns(loaded_critic, tokenizer, trajectories, MAX_TOKENS, device)
+        of_turns = common.score_turns(loaded_critic, tokenizer, trajectories, MAX_TOKENS)
     for trajectory, advantages in zip(trajectories, of_turns):
         trajectory["advantages"] = advantages
     for name in files:

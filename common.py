@@ -527,7 +527,7 @@ def action_values(head, hidden, batch):
     return values.squeeze(-1) * (batch.lengths > 0)
 
 
-def action_outputs(scorer, items, max_tokens, device):
+def action_outputs(scorer, items, max_tokens):
     """scorer(batch) of many items, in evaluation mode and without gradients: a list of float32 tensors (number of
     actions of the item,).
 
@@ -538,7 +538,7 @@ def action_outputs(scorer, items, max_tokens, device):
         return [torch.zeros(num_actions(item)) for item in items]
     if isinstance(scorer, models.WithoutAdapter):
         with models.adapter_off(scorer.scorer.model):
-            return action_outputs(scorer.scorer, items, max_tokens, device)
+            return action_outputs(scorer.scorer, items, max_tokens)
     check_positions(items, scorer.model)
     if not scorer.takes_trees:
         items = [without_trees(item) for item in items]
@@ -553,7 +553,7 @@ def action_outputs(scorer, items, max_tokens, device):
         # Ranks gather layers together, so all make equally many passes: a rank without a chunk repeats the last one.
         chunk = chunks[min(first + rank, len(chunks) - 1)]
         with torch.no_grad():
-            values = scorer(collate([items[i] for i in chunk], device)).cpu()      # (B, M)
+            values = scorer(collate([items[i] for i in chunk], scorer.model.device)).cpu()      # (B, M)
         for i, item_values in zip(chunk, values):
             outputs[i] = item_values[:num_actions(items[i])].clone()
     scorer.train(was_training)
@@ -606,10 +606,10 @@ def chunks_of(items, max_tokens):
     return chunks
 
 
-def example_outputs(scorer, examples, max_tokens, device):
+def example_outputs(scorer, examples, max_tokens):
     """action_outputs of every example's items, each item once: a list of tensors (actions,) for each example."""
     items = {id(item): item for item in items_of(examples)}         # trajectories are in several pairs
-    outputs = dict(zip(items, action_outputs(scorer, list(items.values()), max_tokens, device)))
+    outputs = dict(zip(items, action_outputs(scorer, list(items.values()), max_tokens)))
     results = []
     for example in examples:
         results.append([outputs[id(item)] for item in example.items])
@@ -621,7 +621,7 @@ def padded_outputs(outputs, device):
     return pad_sequence([values for items in outputs for values in items], batch_first=True).to(device)
 
 
-def reference_logps(folder, scorer, examples, max_tokens, device):
+def reference_logps(folder, scorer, examples, max_tokens):
     """example_outputs under the initial weights: to be called before training.Loop loads the saved state of a resumed
     run. They are kept in `folder`/ref.pt for a run that goes on with the same examples. With a head they are 0."""
     path = pathlib.Path(folder) / "ref.pt"
@@ -636,7 +636,7 @@ def reference_logps(folder, scorer, examples, max_tokens, device):
     if scorer.head is None:
         initial = models.without_adapter(scorer)
         say(f"reference log-probabilities of {len(examples):,} examples")
-    outputs = example_outputs(initial, examples, max_tokens, device)
+    outputs = example_outputs(initial, examples, max_tokens)
     if is_main():
         partial = path.with_suffix(".partial")
         torch.save({"examples": digest.hexdigest(), "outputs": outputs}, partial)
@@ -804,13 +804,13 @@ def load_critic(critic, load):
 DecisionPoint = namedtuple("DecisionPoint", "prompt task history actions texts")
 
 
-def score_actions(critic, tokenizer, points, max_tokens, device):
+def score_actions(critic, tokenizer, points, max_tokens):
     """The score A(o_t, a, c) of each action of DecisionPoints by a loaded Critic, a list of floats for each point: a
     mean over the action's own tokens, with --normalize none a sum. Equal actions are scored once."""
     if critic.is_visual:
         views = vision.action_views(critic.sight, points, critic.sees_c)
         rows = vision.view_rows(critic.sight, views)
-        values = action_outputs(critic.scorer, [visual_item([row]) for row in rows.values()], max_tokens, device)
+        values = action_outputs(critic.scorer, [visual_item([row]) for row in rows.values()], max_tokens)
         value_of = dict(zip(rows, torch.cat(values).tolist()))
         return [list(map(value_of.get, point_views)) for point_views in views]
     actions = [sorted(set(map(tuple, point.actions))) for point in points]
@@ -820,8 +820,8 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
         items = [actions_item(tokenizer, prompt, ids) for prompt, ids in zip(prompts, actions)]
     if critic.ref_sees_c:
         ref_items = items
-    logps = action_outputs(critic.scorer, items, max_tokens, device)
-    ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens, device)
+    logps = action_outputs(critic.scorer, items, max_tokens)
+    ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens)
     normalize = critic.normalize
     if normalize == "trajectory":                                    # one action is scored alone: its own tokens' mean
         normalize = "turn"
@@ -865,12 +865,12 @@ def trajectory_examples(trajectories, groups, reader, sees_c):
     return examples
 
 
-def pair_accuracy(scorer, examples, ref_logps, critic, max_tokens, device):
+def pair_accuracy(scorer, examples, ref_logps, critic, max_tokens):
     """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
     ref_logps: the examples' example_outputs under the reference.
     A value head compares the values of the last turns."""
     right = 0.0
-    example_logps = example_outputs(scorer, examples, max_tokens, device)
+    example_logps = example_outputs(scorer, examples, max_tokens)
     for example, logps, item_ref_logps in zip(examples, example_logps, ref_logps):
         advantages = item_advantages(example.items, logps, item_ref_logps, critic.normalize)
         if critic.head == "value":
@@ -884,7 +884,7 @@ def pair_accuracy(scorer, examples, ref_logps, critic, max_tokens, device):
     return right / len(examples)
 
 
-def score_turns(critic, tokenizer, trajectories, max_tokens, device):
+def score_turns(critic, tokenizer, trajectories, max_tokens):
     """The advantage of each agent turn of trajectories by a loaded Critic that reads text with its `tokenizer`.
 
     For each trajectory a list of floats, one a turn, whose sum is the score of the trajectory; None for one with a row
@@ -900,8 +900,8 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     fitting = [i for i, example in enumerate(examples) if longest_row(example) <= most]
     items = items_of(examples[i] for i in fitting)                   # one of each
     ref_items = items_of(ref_examples[i] for i in fitting)
-    logps = action_outputs(critic.scorer, items, max_tokens, device)
-    ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens, device)
+    logps = action_outputs(critic.scorer, items, max_tokens)
+    ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens)
     advantages = [None] * len(trajectories)
     for i, values in zip(fitting, item_advantages(items, logps, ref_logps, critic.normalize)):
         if critic.head == "value":

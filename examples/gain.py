@@ -32,11 +32,11 @@ policy = importlib.import_module("04_train_policy")
 # ---------------------------------------------------------------------------------------------------------------------
 # what candidates are worth
 
-def worths(environment, rows, critic, tokenizer, max_tokens, device):
+def worths(environment, rows, critic, tokenizer, max_tokens):
     """What every candidate of the rows is worth, a list for each row: by gains() or, of an answer, by the untrained
     critic."""
-    scores = policy.score_rows(rows, critic, tokenizer, max_tokens, device)
-    gain_of = gains(environment, rows, critic.scorer, tokenizer, max_tokens, device)
+    scores = policy.score_rows(rows, critic, tokenizer, max_tokens)
+    gain_of = gains(environment, rows, critic.scorer, tokenizer, max_tokens)
     for number, row in enumerate(rows):
         for place, text in enumerate(policy.decision_point(row).texts):
             if (number, text) in gain_of:
@@ -44,7 +44,7 @@ def worths(environment, rows, critic, tokenizer, max_tokens, device):
     return scores
 
 
-def gains(environment, rows, scorer, tokenizer, max_tokens, device):
+def gains(environment, rows, scorer, tokenizer, max_tokens):
     """{(number of a row, text): log p(c | o_t, text, reply) - log p(c | o_t), at least 0} of all candidates of the rows
     that are no answers."""
     before = [solution_item(tokenizer, row["prompt"], row["task"]) for row in rows]
@@ -55,7 +55,7 @@ def gains(environment, rows, scorer, tokenizer, max_tokens, device):
             if prompt is not None:
                 after[number, text] = solution_item(tokenizer, prompt, row["task"])
     items = [*before, *after.values()]
-    logps = common.action_outputs(scorer, items, max_tokens, device)                                     # (1,) each
+    logps = common.action_outputs(scorer, items, max_tokens)                                             # (1,) each
     gain_of = {}
     for (number, text), logp in zip(after, logps[len(before):]):
         gain = logp.item() - logps[number].item()

@@ -160,7 +160,7 @@ def score_trajectories(trajectories, critic, tokenizer, args, run):
     if path.exists():                                                # of a run that was interrupted later
         return [row["advantages"] or [] for row in read_rows(path)]
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
-    turn_scores = common.score_turns(critic, tokenizer, trajectories, args.max_tokens, run.device)
+    turn_scores = common.score_turns(critic, tokenizer, trajectories, args.max_tokens)
     if run.rank == 0:
         rows = []
         for trajectory, numbers in zip(trajectories, turn_scores):

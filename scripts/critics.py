@@ -56,8 +56,8 @@ def measure_gates(trajectories, domain, model_name, device):
             items.append(common.rows_of_trajectory(tokenizer, [turn]))
             items_with_c.append(common.rows_of_trajectory(tokenizer, [turn], task))
     scorer = common.Scorer(model)
-    logps = common.action_outputs(scorer, items, MAX_TOKENS, device)                         # (1,) each
-    logps_with_c = common.action_outputs(scorer, items_with_c, MAX_TOKENS, device)
+    logps = common.action_outputs(scorer, items, MAX_TOKENS)                                 # (1,) each
+    logps_with_c = common.action_outputs(scorer, items_with_c, MAX_TOKENS)
     by_kind = {}
     for kind, without_c, with_c in zip(kinds, logps, logps_with_c):
         by_kind.setdefault(kind, []).append((without_c.item(), with_c.item()))
@@ -121,7 +121,7 @@ def measure_ranks(args, trajectories, domain, device):
         raise InputError(f"{args.trajectories}: the agent's tokenizer is not the one of {args.critic}")
     points, returns = decision_points(args.trajectories, trajectories, domain)
     critic = common.load_critic(critic, common.load_whole(device))
-    scores = common.score_actions(critic, tokenizer, points, MAX_TOKENS, device)
+    scores = common.score_actions(critic, tokenizer, points, MAX_TOKENS)
     return return_correlation(points, returns, scores)
 
 

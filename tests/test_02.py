@@ -52,7 +52,7 @@ def parsed(*more):
 
 
 def players(**samplers):
-    return rollout.Players(backend.Environment(), "cpu", **samplers)
+    return rollout.Players(backend.Environment(), **samplers)
 
 
 def says(say, prompt=None):

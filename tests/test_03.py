@@ -90,11 +90,11 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tiny):
     scorer = common.Scorer(model)
     same = common.Critic("x", "x", scorer=scorer, ref_scorer=scorer)
     point = point_of(read(workspace / "offline.jsonl")[0], [7, 8])
-    assert common.score_actions(same, tokenizer, [point], 4096, "cpu") == [[0.0, 0.0]]
+    assert common.score_actions(same, tokenizer, [point], 4096) == [[0.0, 0.0]]
     broken = common.Critic("broken", "x", scorer=copy.deepcopy(scorer), ref_scorer=scorer)
     broken.scorer.model.model.norm.weight.data[0] = float("nan")
     with pytest.raises(InputError, match="broken: gives scores that are not finite; train this critic again"):
-        common.score_actions(broken, tokenizer, [point], 4096, "cpu")
+        common.score_actions(broken, tokenizer, [point], 4096)
 
 
 @pytest.mark.parametrize("head", ["regression", "value"])
@@ -113,9 +113,9 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
     # 04 and 02 are not told its kind
     critic = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
     points = [point_of(read(workspace / "offline.jsonl")[0], [7, 8], [7, 8])]
-    (a, b, c), = common.score_actions(critic, tiny[1], points, 4096, "cpu")
+    (a, b, c), = common.score_actions(critic, tiny[1], points, 4096)
     critic.scorer.takes_trees = False
-    (plain, *_), = common.score_actions(critic, tiny[1], points, 4096, "cpu")
+    (plain, *_), = common.score_actions(critic, tiny[1], points, 4096)
     assert b == c != a and a == pytest.approx(plain, abs=1e-5)
 
 
@@ -288,15 +288,15 @@ def test_scores_with_a_blind_reference(workspace, critic, tiny):
         actions = [first["output_ids"], [7, 8], last["output_ids"]]
         points.append(common.DecisionPoint(first["input"], trajectory["task"], [], actions, []))
     untrained = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), load)
-    gains = common.score_actions(untrained, tokenizer, points, 4096, "cpu")
-    turn_scores = common.score_turns(untrained, tokenizer, trajectories, 4096, "cpu")
+    gains = common.score_actions(untrained, tokenizer, points, 4096)
+    turn_scores = common.score_turns(untrained, tokenizer, trajectories, 4096)
     for trajectory, point, point_gains, advantages in zip(trajectories, points, gains, turn_scores):
         expected = [gain(tiny, trajectory, point.prompt, action) for action in point.actions]
         assert point_gains == pytest.approx(expected, abs=1e-4) and max(map(abs, point_gains)) > 0.01
         assert advantages == pytest.approx(turn_gains(tiny, trajectory), abs=1e-4)
     informed, blind = (common.load_critic(common.read_critic(critic[0], tokenizer, backend, sees_c), load)
                        for sees_c in (True, False))
-    printed, released = (common.score_actions(loaded, tokenizer, points, 4096, "cpu") for loaded in (informed, blind))
+    printed, released = (common.score_actions(loaded, tokenizer, points, 4096) for loaded in (informed, blind))
     for printed_scores, released_scores, point_gains in zip(printed, released, gains):
         assert released_scores == pytest.approx([a + b for a, b in zip(printed_scores, point_gains)], abs=1e-4)
         assert released_scores != pytest.approx(printed_scores, abs=1e-3)

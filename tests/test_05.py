@@ -287,18 +287,18 @@ def loaded(folder, tokenizer):
 def test_the_advantage_of_a_turn_is_the_score_of_actions(request, workspace, name, tiny):
     trained = loaded(request.getfixturevalue(name), tiny[1])
     rows = read_trajectories(workspace / "offline.jsonl")[:4]
-    advantages = common.score_turns(trained, tiny[1], rows, 4096, "cpu")
+    advantages = common.score_turns(trained, tiny[1], rows, 4096)
     assert [len(own) for own in advantages] == [row["num_rounds"] for row in rows]
     for row, own in zip(rows, advantages):
         points = [common.DecisionPoint(turn["input"], row["task"], [], [turn["output_ids"]], [])
                   for turn in row["dialogue_history"][1::2]]
-        scores = [score for [score] in common.score_actions(trained, tiny[1], points, 4096, "cpu")]
+        scores = [score for [score] in common.score_actions(trained, tiny[1], points, 4096)]
         if trained.head == "value":                               # here: how a turn changes the value
             assert own == pytest.approx(np.diff([0, *scores]), abs=1e-5)
             assert sum(own) == pytest.approx(scores[-1], abs=1e-5)
         else:
             assert own == pytest.approx(scores, abs=1e-5)
-        [alone] = common.score_turns(trained, tiny[1], [row], 4096, "cpu")
+        [alone] = common.score_turns(trained, tiny[1], [row], 4096)
         assert own == pytest.approx(alone, abs=1e-5)                 # in a batch or alone
     assert any(abs(advantage) > 1e-3 for own in advantages for advantage in own)
 
@@ -306,14 +306,14 @@ def test_the_advantage_of_a_turn_is_the_score_of_actions(request, workspace, nam
 def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(workspace, tiny, monkeypatch):
     critic = common.Critic("-", "-", scorer=common.Scorer(tiny[0]), ref_scorer=common.Scorer(tiny[0]))
     rows = read_trajectories(workspace / "offline.jsonl")[:8]
-    assert common.score_turns(critic, tiny[1], rows, 4096, "cpu") == [[0.0] * row["num_rounds"] for row in rows]
+    assert common.score_turns(critic, tiny[1], rows, 4096) == [[0.0] * row["num_rounds"] for row in rows]
     examples = common.trajectory_examples(rows, [(i,) for i in range(8)], tiny[1], True)
     lengths = [max(len(row.ids) for row in example.items[0]) for example in examples]
     limit = sorted(lengths)[3]
-    found = common.score_turns(critic, tiny[1], rows, limit, "cpu")
+    found = common.score_turns(critic, tiny[1], rows, limit)
     assert [own is None for own in found] == [length > limit for length in lengths] and None in found
     monkeypatch.setattr(common.models, "most_positions", lambda _: limit)
-    assert common.score_turns(critic, tiny[1], rows, 4096, "cpu") == found
+    assert common.score_turns(critic, tiny[1], rows, 4096) == found
 
 
 @pytest.fixture(scope="module")
@@ -402,7 +402,7 @@ def test_messages_of_another_trainer_get_advantages(workspace, regression_critic
     plain = [{"task": row["task"], "answer": row["answer"], "max_rounds": row["max_rounds"],
               "dialogue_history": turns(*(turn["content"] for turn in row["dialogue_history"]))} for row in rows]
     plain = read_trajectories(write(tmp_path / "plain.jsonl", plain))
-    of_plain = common.score_turns(loaded(regression_critic, tiny[1]), tiny[1], plain, 4096, "cpu")
+    of_plain = common.score_turns(loaded(regression_critic, tiny[1]), tiny[1], plain, 4096)
     assert f"agent turns: {sum(row['num_rounds'] for row in rows)} rendered again" in capsys.readouterr().out
     for row, example, advantages in zip(rows, exported, of_plain):
         assert len(example["kinds"]) == len(example["advantages"]) == row["num_rounds"]

@@ -108,7 +108,7 @@ def test_pair_accuracy_by_hand(monkeypatch, head, accuracy):
         ref_values.append([torch.full((len(values),), 7.0) for values in pair])
     monkeypatch.setattr(common, "example_outputs", lambda scorer, *_: outputs)
     form = common.Critic("x", "x", head)
-    assert common.pair_accuracy(None, examples, ref_values, form, 4096, "cpu") == pytest.approx(accuracy)
+    assert common.pair_accuracy(None, examples, ref_values, form, 4096) == pytest.approx(accuracy)
 
 
 def test_the_correlation_with_returns_by_hand():
@@ -139,7 +139,7 @@ def test_a_critic_is_measured_by_monte_carlo_returns(branches, regression_critic
     points, returns = critics.decision_points(branches[0], rows, backend)
     assert returns == [own for own in means if len(set(own)) > 1] and 0 < ranks["num_states"] == len(points)
     critic = common.load_critic(common.read_critic(regression_critic, None, backend), common.load_whole("cpu"))
-    scores = common.score_actions(critic, load_tokenizer(str(regression_critic)), points, 4096, "cpu")
+    scores = common.score_actions(critic, load_tokenizer(str(regression_critic)), points, 4096)
     again = critics.return_correlation(points, returns, scores)
     assert ranks["rank_correlation"] == pytest.approx(again["rank_correlation"])
 

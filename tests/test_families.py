@@ -166,12 +166,12 @@ def test_what_is_longer_than_the_model_takes_is_one_line(tokenizer, tmp_path):
     model = model_of("gpt2")                                         # has 256 positions, and no others
     fitting = common.actions_item(tokenizer, PROMPT, [[33] * 150, [34] * 180, [60, 780]])
     assert len(fitting[0].ids) > 256
-    logps = common.action_outputs(common.Scorer(model), [fitting], 4096, "cpu")
+    logps = common.action_outputs(common.Scorer(model), [fitting], 4096)
     assert logps[0].isfinite().all()
     tree = common.actions_item(tokenizer, PROMPT, [[33] * 240, [60, 780]])
     for long in (tree, common.without_trees(tree)):
         with pytest.raises(InputError, match=r"takes 256 tokens, and a prompt with its action has up to \d+ "):
-            common.action_outputs(common.Scorer(model), [long], 4096, "cpu")
+            common.action_outputs(common.Scorer(model), [long], 4096)
 
 
 @pytest.mark.parametrize("family, rope, most", [

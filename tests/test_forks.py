@@ -169,7 +169,7 @@ def test_scores_are_the_critics_advantage_of_each_turn(few, critic, runs, tiny):
     rows, scored = read(few), read(runs["signed"][2] / "advantages.jsonl")
     assert [(row["task_id"], row["sample"]) for row in scored] == [(row["task_id"], row["sample"]) for row in rows]
     loaded = common.load_critic(common.read_critic(critic, None, backend), common.load_whole("cpu"))
-    for row, advantages in zip(scored, common.score_turns(loaded, tiny[1], rows[:4], 16384, "cpu")):
+    for row, advantages in zip(scored, common.score_turns(loaded, tiny[1], rows[:4], 16384)):
         assert row["advantages"] == pytest.approx(advantages, abs=1e-5)
 
 
@@ -220,12 +220,12 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
     def logp_of_answer(history):
         return token_logps_after(tiny, prompt_of(history), answer).sum().item()
     with backend.Environment() as world:
-        worths = gain.worths(world, [row], critic, tiny[1], 4096, "cpu")[0]
+        worths = gain.worths(world, [row], critic, tiny[1], 4096)[0]
         for text, worth in zip(texts[:2], worths):
             asked = turns(task["problem_description"], text)
             asked.append(gain.reply_to(task, asked, world))
             assert worth == pytest.approx(max(0, logp_of_answer(asked) - logp_of_answer(history)), abs=1e-3)
-    [scores] = common.score_actions(critic, tiny[1], [stage(4).decision_point(row)], 4096, "cpu")
+    [scores] = common.score_actions(critic, tiny[1], [stage(4).decision_point(row)], 4096)
     assert worths[0] > worths[1] and worths[2] == pytest.approx(scores[2], abs=1e-6)               # an answer
 
 

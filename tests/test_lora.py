@@ -31,7 +31,7 @@ def flags(data, out, *more):
 
 def outputs_of(scorer):
     """What a scorer says of AN_ITEM's turns."""
-    return common.action_outputs(scorer, AN_ITEM, 4096, "cpu")[0]
+    return common.action_outputs(scorer, AN_ITEM, 4096)[0]
 
 
 def values_of(model):

@@ -53,7 +53,7 @@ def test_log_probabilities_of_rows_and_of_a_tree(dtype):
         scorer = common.Scorer(small_model(device, dtype)).eval()
         if dtype == "bfloat16" and device == "cuda" and common.models.takes_grouped_queries():
             common.models.use_grouped_attention(scorer.model)
-        return torch.cat(common.action_outputs(scorer, items, 4096, device)) / lengths                # (6,) a token
+        return torch.cat(common.action_outputs(scorer, items, 4096)) / lengths                        # (6,) a token
     tolerance = TOLERANCES[dtype]["logp"]
     found = logps(DEVICE, dtype)
     torch.testing.assert_close(found, logps("cpu", "float32"), atol=tolerance, rtol=0)

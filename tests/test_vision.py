@@ -154,7 +154,7 @@ def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seei
         assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
         assert values[1, 1] == 0
         for item, row in zip(items, values):
-            alone = common.action_outputs(scorer, [item], 1, "cpu")[0]
+            alone = common.action_outputs(scorer, [item], 1)[0]
             torch.testing.assert_close(alone, row[:len(item)], atol=1e-5, rtol=1e-5)
 
 
@@ -168,7 +168,7 @@ def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
 
     def scores(privileged, *states):
         critic = common.Critic("", "", "regression", sees_c=privileged, is_visual=True, sight=sight, scorer=scorer)
-        return common.score_actions(critic, None, states, 4096, "cpu")
+        return common.score_actions(critic, None, states, 4096)
     thoughts = visible_text(frontend, f"<think>{RED}</think>OUTPUT: {WHITE}")  # as 02 and 04 make a state
     states = [state(WHITE, thoughts, BLACK, "no page"), state(WHITE, task=other),
               state(WHITE, "no page", history=turns("A shop.", WHITE, "Nice."))]
@@ -214,7 +214,7 @@ def test_it_begins_at_log_2_learns_and_loads(critic):
     assert json.loads((out / "critic.json").read_text())["visual"] is True
     assert "images are scaled to at most 9,408 pixels" in printed and "<|image_pad|> …" in printed
     assert (out / "processor_config.json").exists() and list(out.with_name("critic.images").glob("*.png"))
-    [scores] = common.score_actions(loaded, None, [state(BLACK, WHITE)], 4096, "cpu")
+    [scores] = common.score_actions(loaded, None, [state(BLACK, WHITE)], 4096)
     assert scores[1] > scores[0]
 
 
@@ -240,7 +240,7 @@ def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path
             "--critic", out, "--data-frac", 0.13, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1,
             "--out", tmp_path / "p", ranks=2)
     rows = read(tmp_path / "p" / "scored.jsonl")
-    expected = common.score_actions(loaded, None, list(map(stage(4).decision_point, rows)), 4096, "cpu")
+    expected = common.score_actions(loaded, None, list(map(stage(4).decision_point, rows)), 4096)
     advantages = sum([row["advantages"] for row in rows], [])
     assert len(rows) > 0 and advantages == pytest.approx(sum(expected, []), abs=1e-4)
 
@@ -249,7 +249,7 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
     async def choose(*texts):
         with frontend.Environment(tmp_path) as environment:
             reply, agent = types.SimpleNamespace(prompt="", ids=None), types.SimpleNamespace(tokenizer=None)
-            players = stage(2).Players(environment, "cpu", agent, critic=critic[2])
+            players = stage(2).Players(environment, agent, critic=critic[2])
             dialogue = stage(2).Dialogue(TASK, 0, IDEA, None, 0)
             return await stage(2).critic_choice(dialogue, [reply] * len(texts), texts, players, 16384)
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
