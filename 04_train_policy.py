@@ -404,15 +404,15 @@ def begin(args):
 # make_examples       (trajectories, tokenizer, args, run) -> examples; it begins the output when all inputs are read
 # losses_of           (scorer, batch, examples, start_logps, args) -> {"loss": …, …}, (examples,) each
 # has_reference       whether start_logps, those of the model at the start, are computed; else they are None
-# num_items           items of an example, for --dry-run
 # epochs, batch_size  defaults of the flags; here those of table 5's backend row
-Method = collections.namedtuple("Method", "make_examples losses_of has_reference num_items epochs batch_size",
-                                defaults=(1, 8))
+# num_items           items of an example, for --dry-run, which forks lack
+Method = collections.namedtuple("Method", "make_examples losses_of has_reference epochs batch_size num_items",
+                                defaults=(1, 8, 1))
 METHODS = {
-    "sweet": Method(sweet_examples, preference_losses, has_reference=True, num_items=1, epochs=1, batch_size=8),
-    "mtdpo": Method(mtdpo_examples, preference_losses, has_reference=True, num_items=2, epochs=4, batch_size=8),
-    "rft": Method(rft_examples, imitation_losses, has_reference=False, num_items=1, epochs=4, batch_size=32),
-    "sft": Method(sft_examples, imitation_losses, has_reference=False, num_items=1, epochs=4, batch_size=32),
+    "sweet": Method(sweet_examples, preference_losses, has_reference=True, epochs=1, batch_size=8),
+    "mtdpo": Method(mtdpo_examples, preference_losses, has_reference=True, epochs=4, batch_size=8, num_items=2),
+    "rft": Method(rft_examples, imitation_losses, has_reference=False, epochs=4, batch_size=32),
+    "sft": Method(sft_examples, imitation_losses, has_reference=False, epochs=4, batch_size=32),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------

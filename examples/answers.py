@@ -145,7 +145,7 @@ def answers_examples(trajectories, tokenizer, args, run):
     return examples
 
 
-METHODS = {"sweet": policy.Method(answers_examples, answers_losses, has_reference=True, num_items=2)}
+METHODS = {"sweet": policy.Method(answers_examples, answers_losses, has_reference=True)}
 
 
 def parse_args(argv=None):

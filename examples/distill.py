@@ -86,7 +86,7 @@ def distill_examples(trajectories, tokenizer, args, run):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-METHODS = {"distill": policy.Method(distill_examples, distill_losses, has_reference=False, num_items=1)}
+METHODS = {"distill": policy.Method(distill_examples, distill_losses, has_reference=False)}
 
 
 def parse_args(argv=None):

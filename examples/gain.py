@@ -120,7 +120,7 @@ def with_agents(rows, trajectories):
     return prepared
 
 
-METHODS = {"gain": policy.Method(gain_examples, policy.preference_losses, has_reference=True, num_items=1)}
+METHODS = {"gain": policy.Method(gain_examples, policy.preference_losses, has_reference=True)}
 
 
 def parse_args(argv=None):

@@ -205,7 +205,7 @@ def grpo_losses(scorer, batch, examples, start_logps, args):
     return {"loss": losses, **numbers}
 
 
-METHODS = {"grpo": policy.Method(grpo_examples, grpo_losses, has_reference=True, num_items=1)}
+METHODS = {"grpo": policy.Method(grpo_examples, grpo_losses, has_reference=True)}
 
 
 def parse_args(argv=None):
