@@ -18,7 +18,6 @@ The idea is that of arXiv 2602.12342 and 2510.14967, which reward turns of whole
 import asyncio
 import functools
 import importlib
-import pathlib
 import random
 
 import common
@@ -100,8 +99,8 @@ def gain_examples(trajectories, tokenizer, args, run):
     states = policy.read_states(trajectories, tokenizer, args, critic_sees_c=True)
     rows = policy.with_candidates(states, tokenizer, args, run)
     critic = common.Critic(args.model, args.model, ref_sees_c=False)           # the model itself
-    images, folder = f"{args.out}.images", pathlib.Path(args.out).parent
-    with data.environment(domain, images, folder, vars(args)) as environment:
+    options = {**vars(args), "similarity": None}                     # it replies, and scores nothing
+    with data.environment(domain, f"{args.out}.images", None, options) as environment:
         score = functools.partial(worths, environment)
         rows = policy.score_candidates(with_agents(rows, trajectories), critic, tokenizer, args, run, score)
     pairs = policy.pairs_of(rows, tokenizer, args, run)

@@ -11,7 +11,7 @@ import pytest
 from colbench import frontend, make_tasks
 from colbench.browser import Browser
 from colbench.similarity import PageScorer
-from conftest import call, read, refused, ROOT, succeed, trajectory, turns, write
+from conftest import call, fork, read, refused, ROOT, succeed, trajectory, turns, write
 
 BASE = "models/tiny_pages"
 PAGES = ROOT / "tests" / "pages"
@@ -241,6 +241,8 @@ def test_critic_and_policies(pages):
                for row in read(pages / "sweet" / "candidates.jsonl"))
     printed = call(4, "--method", "rft", *flags, "--out", pages / "rft")
     assert "3 successful (or best) trajectories" in printed
+    call(fork("gain"), *flags, "--candidates", pages / "sweet" / "candidates.jsonl", "--data-frac", 0.05,
+         "--num-candidates", 2, "--max-new-tokens", 220, "--out", pages / "gain")          # without weights of CLIP
 
 
 def test_a_simulator_on_a_server_sees_both_pages(pages, tmp_path, serve):
