@@ -48,7 +48,6 @@ from lib.models import encode, fresh_model, load_tokenizer, lora_config, max_pos
 from lib.runtime import (
     add_costs,
     begin_output,
-    gather,
     InputError,
     is_done,
     read_jsonl,
@@ -204,9 +203,11 @@ def with_candidates(states, tokenizer, args, run):
     rows = Rows(path, run)
     in_flight = 2 * math.ceil(slots / args.num_candidates)           # states; half of them wait, so that no slot idles
     failures = add_rows(rows, states, make_row, in_flight, run)
-    add_costs(generated_tokens=sum(gather(sampler.generated_tokens)))
+    add_costs()
     finish_rows(rows, len(states), failures, run)
-    return read_rows(path)
+    states = read_rows(path)                                         # some perhaps of a run that was killed
+    add_costs(generated_tokens=sum(len(candidate["ids"]) for state in states for candidate in state["candidates"]))
+    return states
 
 
 def score_rows(rows, critic, tokenizer, max_tokens):

@@ -177,6 +177,16 @@ def test_scoring_that_was_killed_resumes_to_the_same_file(tmp_path, monkeypatch)
     assert done == [[1, 2], [3, 4], [3, 4], [5]] and len(list(tmp_path.iterdir())) == 2
 
 
+def test_costs_count_the_candidates_that_a_killed_run_has_sampled(workspace, tmp_path):
+    arguments = untrained(workspace / "offline.jsonl", tmp_path / "out", "--num-trajectories", 4)
+    with dies(policy_stage.Rows, "add", calls=3):
+        call(4, *arguments)
+    call(4, *arguments)
+    candidates = [candidate for row in read(tmp_path / "out" / "candidates.jsonl") for candidate in row["candidates"]]
+    costs = json.loads((tmp_path / "out" / "args.json").read_text())["costs"]
+    assert costs["generated_tokens"] == sum(len(candidate["ids"]) for candidate in candidates)
+
+
 def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, tmp_path):
     arguments = flags(workspace, "mtdpo", tmp_path / "m", "--max-steps", 1)
     with dies(training, "save_model"):                            # after training, before anything is written
