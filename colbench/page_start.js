@@ -14,6 +14,8 @@
     key(index) { return Object.keys(this)[index] ?? null; }, get length() { return Object.keys(this).length; }});
   RealDate.now = () => start + now;
   performance.now = () => now;
+  performance.getEntries = performance.getEntriesByName = () => [];
+  performance.getEntriesByType = type => type === "navigation" ? [new Proxy({}, {get: () => 0})] : [];
   Math.random = random;
   crypto.getRandomValues = array => array.map((_, index) => array[index] = random() * 4294967296) && array;
   Object.assign(window, {
@@ -23,7 +25,7 @@
     requestIdleCallback: call => add(() => call({didTimeout: false, timeRemaining: () => 10}), 1, []),
     clearTimeout: clear, clearInterval: clear, cancelAnimationFrame: clear, cancelIdleCallback: clear,
     alert() {}, confirm: () => false, prompt: () => null, print() {}, open: () => null, close() {}, stop() {},
-    RTCPeerConnection: undefined, webkitRTCPeerConnection: undefined,
+    RTCPeerConnection: undefined, webkitRTCPeerConnection: undefined, Temporal: undefined,
     Date: RealDate.prototype.constructor = new Proxy(RealDate, {
       construct: (target, args, made) => Reflect.construct(target, args.length ? args : [start + now], made),
       apply: () => new RealDate(start + now).toString()})});
