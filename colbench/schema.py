@@ -15,7 +15,8 @@ NAMES = {type(None): "null", bool: "a boolean", int: "an integer", float: "a num
 
 
 def is_a(value, wanted):
-    return f"is {NAMES[type(value)]}, not {wanted}"
+    name = NAMES.get(type(value), f"a {type(value).__name__}")      # a program's own task may hold what is not JSON
+    return f"is {name}, not {wanted}"
 
 
 def checker(kind):

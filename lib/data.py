@@ -64,7 +64,7 @@ TRAJECTORY = record(
      "informed": nullable(bool), "best_of": whole(1), "run": whole(0), "similarity": str,
      "image": nullable(label), "reference_image": nullable(label), "render_fault": nullable(str),
      "continuation": int, "no_room": bool,
-     "branch": record({"sample": int, "turn": whole(0), "candidate": int})})
+     "branch": record({"sample": int, "turn": whole(0), "candidate": int}, {"run": whole(0)})})
 
 
 def check_task(task, where, first):

@@ -158,6 +158,7 @@ ROWS = [("tasks", None, text, message) for text, message in (                   
     (("sample",), "0", '"sample" is a string, not an integer'), (("max_rounds",), 0, '"max_rounds" is 0'),
     (("sample",), 10 ** 30, '"sample" is '), (("image",), 5, '"image" is an integer'),
     (("dialogue_history", 1, "truncated"), {}, '"truncated" is an object'),
+    (("branch",), {"sample": 0, "turn": 1, "candidate": 0, "run": []}, 'branch: "run" is a list, not an integer'),
     (("task", "test_cases"), ..., 'missing "test_cases", or what a task of another domain has (backend, frontend, '),
     (None, OWN, "task: a task of another domain"), (None, {**OWN, "c": 1}, '"c" is an integer'),
     (None, {**OWN, "reward": "good"}, '"reward" is a string'),
@@ -176,6 +177,11 @@ def test_a_second_row_that_is_none_is_named(data, tmp_path, what, path, new, mes
         (read_trajectories if what == "demos" else read_tasks)(file)
     line = str(error.value)
     assert line.startswith(f"{file}:2: ") and message in line and len(line) < 2000
+
+
+def test_a_task_of_a_program_that_holds_no_json_is_named():
+    with pytest.raises(ColBenchError, match='^task: "facts" is a tuple, not a list$'):
+        colbench.domain_of({**template_task("backend"), "facts": ()})
 
 
 def test_too_many_tasks_or_a_dry_run_of_a_fork(tmp_path, monkeypatch):
