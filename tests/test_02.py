@@ -100,6 +100,7 @@ def test_long_replies_are_cut_leaks_are_noted_and_the_last_turn_is_the_answer():
     ("def f():\n    # I WANT TO ANSWER: so\n    return 1", "def f():\n    # I WANT TO ANSWER: so\n    return 1"),
     ("import math\n#I WANT TO ANSWER:\ndef f(): return 1", "import math\n#I WANT TO ANSWER:\ndef f(): return 1"),
     ("# My plan\nI WANT TO ANSWER:\ndef f(): return 1", "def f(): return 1"),                # a heading, no comment
+    ("My plan ##\nI WANT TO ANSWER:\ndef f(): return 1", "def f(): return 1"),
     ("Issue #1: I WANT TO ANSWER:\ndef f(): return 1", "def f(): return 1"),
     ("I WANT TO ANSWER:\ndef f(): return 'I WANT TO ANSWER:'", "def f(): return 'I WANT TO ANSWER:'"),
     ("def f(): return 1\nI WANT TO ANSWER: this.", "def f(): return 1\nI WANT TO ANSWER: this."),          # a remark
