@@ -192,7 +192,8 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
                                      (["rft"], 8, (4, 32))):
         args = stage(4).parse_args([*REQUIRED, "--preset", "paper-frontend", "--method", *words])
         assert (args.epochs, args.batch_size, args.lr, args.beta) == (epochs, None, 2e-7, 0.1)
-        assert stage(4).METHODS[args.method][-2:] == of_method       # which count where the flags are not given
+        method = stage(4).METHODS[args.method]                       # its numbers count where no flag is given
+        assert (method.epochs, method.batch_size) == of_method
     assert (backend.MIN_RETURN_GAP, frontend.MIN_RETURN_GAP) == (None, 0.1)       # table 5's gap of pages
     with pytest.raises(SystemExit):
         critic_stage.parse_args(["--preset", "paper-frontend", "--help"])
