@@ -153,7 +153,7 @@ class Run:
         return dataclasses.replace(self, round=self.round - 1).agent()
 
     def dialogues(self):
-        """Four dialogues of this model on each training task of the round."""
+        """Four dialogues of this model on each training task of the round, with the c that the arm's critic reads."""
         name, tasks_name = "offline.jsonl", "train.jsonl"
         if self.round > 1:
             name = f"{self.name}-offline.jsonl"
@@ -161,7 +161,12 @@ class Run:
         num_tasks = self.domain["dialogues"] // 4
         tasks = self.tasks(tasks_name, split="train", num_tasks=num_tasks, seed=self.round_seed)
         agent = self.model_before()
-        return self.rollout(name, self.ranks, tasks=tasks, agent=agent, samples=4, seed=self.round_seed)
+        path = self.rollout(name, self.ranks, tasks=tasks, agent=agent, samples=4, seed=self.round_seed)
+        if "c" not in self.table:
+            return path
+        kind = self.table["c"]
+        program = f"scripts/change_c.py --kind {kind}"
+        return self.step(f"{path.stem}-{kind}.jsonl", program, trajectories=path)
 
     def all_dialogues(self):
         """The dialogues of all rounds until this one, in one file."""
@@ -176,14 +181,6 @@ class Run:
                     path.write_bytes(rows)
         return path
 
-    def with_c(self, path):
-        """Dialogues with the c that the arm's critic reads."""
-        if "c" not in self.table:
-            return path
-        kind = self.table["c"]
-        program = f"scripts/change_c.py --kind {kind}"
-        return self.step(f"{path.stem}-{kind}.jsonl", program, trajectories=path)
-
     def critic(self):
         """Its critic: a folder, "untrained", or None."""
         kind = self.table.get("critic")
@@ -196,7 +193,7 @@ class Run:
         if self.round > 1:
             name = f"{self.name}-critic"
         program = f"03_train_critic.py {self.domain['critic']} {self.domain['critics'][kind]}"
-        return self.train(name, program, self.ranks, trajectories=self.with_c(self.all_dialogues()))
+        return self.train(name, program, self.ranks, trajectories=self.all_dialogues())
 
     def agent(self):
         """Its model folder. Of a flag that its settings name twice the last one counts."""
@@ -210,7 +207,7 @@ class Run:
             words.append(arm.get("many", ""))
         if self.round > 1:
             words.append(arm.get("later", ""))
-        flags = {**self.settings, "trajectories": self.with_c(self.dialogues()), "critic": self.critic()}
+        flags = {**self.settings, "trajectories": self.dialogues(), "critic": self.critic()}
         if "candidates" in arm and self.round == 1:                  # another arm's
             other = dataclasses.replace(self, arm=arm["candidates"], settings={})
             flags["candidates"] = other.agent() / "candidates.jsonl"

@@ -196,9 +196,15 @@ def test_each_round_goes_on_with_the_agent_of_the_one_before(call, monkeypatch):
     monkeypatch.setattr(study, "run_step", lambda *_, **__: "")
     study.main([*words, "--out", "o"])
     assert os.stat(critic["trajectories"]).st_mtime == 1                       # no newer file, so no critic again
-    commands = call("exchanged", "--rounds", "2", "--seeds", "3")                # of the same dialogues as sweet's
-    assert commands["o/seed3/exchanged@2-critic"]["trajectories"] == "o/seed3/exchanged@2-all-exchanged.jsonl"
+    words = ["exchanged", "--rounds", "2", "--seeds", "3"]                     # of the same dialogues as sweet's
+    commands = call(*words)
+    assert commands["o/seed3/exchanged@2-critic"]["trajectories"] == "o/seed3/exchanged@2-all.jsonl"
     assert commands["o/seed3/exchanged@2"]["trajectories"] == "o/seed3/exchanged@2-offline-exchanged.jsonl"
+    for name in ("offline", "exchanged@2-offline"):                            # the c that it ranks by
+        pathlib.Path(f"o/seed3/{name}-exchanged.jsonl").write_text(f"{name}\n")
+    monkeypatch.setattr(study, "run_step", lambda *_, **__: "")
+    study.main([*words, "--out", "o"])
+    assert pathlib.Path("o/seed3/exchanged@2-all.jsonl").read_text() == "offline\nexchanged@2-offline\n"
 
 
 @pytest.mark.parametrize("domain", ["backend", "sql", "frontend", "real"])
