@@ -181,8 +181,8 @@ def check_weights(folder, name, known):
     """InputError where the model from which that of a folder was trained has another fingerprint now than then.
     known: the one then; None, "": not known."""
     if known and weights_fingerprint(name) not in (None, known):
-        raise InputError(f"{folder}: the model {name} has other weights than when this was trained from it; put them "
-                         "back, or train it again")
+        raise InputError(f"{folder}: was trained from {name}, whose weights have changed since; put them back, or "
+                         f"train {folder} again")
 
 
 def read_config(name):

@@ -258,8 +258,8 @@ def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tm
     set_weights(tmp_path / "moved", {name: tensor * 1.01 for name, tensor in weights(BASE).items()})
     for folder, arguments in (("critic", best), ("policy", [*play, tmp_path / "policy"])):
         assert refused(2, *arguments) == (
-            f"{tmp_path / folder}: the model {tmp_path / 'moved'} has other weights than when this was trained from "
-            "it; put them back, or train it again")
+            f"{tmp_path / folder}: was trained from {tmp_path / 'moved'}, whose weights have changed since; put them "
+            f"back, or train {tmp_path / folder} again")
     assert not (tmp_path / "x").exists()
 
 
