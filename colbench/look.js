@@ -22,7 +22,7 @@
   const under = e => { for (; e; e = e.parentElement) if (paint(e)) return paint(e); return white; };
   const cover = e => children(e).find(c => seen(c) && size(c) >= 0.9 * size(e) && (paint(c) || cover(c)));
   const surface = e => { while (cover(e) && !paint(e)) e = cover(e); return under(e); };
-  const outer = e => !e.parentElement.closest("article, section, main, aside");
+  const outer = e => !e.parentElement?.closest("article, section, main, aside");
 
   let ground = body;
   while (children(ground).some(c => seen(c) && size(c) >= 0.9 * W * H && (paint(c) || children(c).length)))
@@ -40,7 +40,7 @@
     largest(all("a").filter(a => paint(a) && !a.closest("nav") && "" + paint(a) != "" + under(a.parentElement)));
   const free = e => !e.closest("header, nav, aside, footer");
   const tagged = "article, [class~=card], [class*=card-], [class*=-card]";
-  let cards = all(tagged).filter(e => free(e) && !e.parentElement.closest(tagged));
+  let cards = all(tagged).filter(e => free(e) && !e.parentElement?.closest(tagged));
   if (cards.length < 2) {
     const groups = all("body, body *").filter(free).map(parent => {
       const kids = children(parent).filter(k =>
