@@ -21,7 +21,7 @@ from colbench.scorer import check_tasks, NOT_GRADEABLE, reward_of, Scorer
 NOUN = "function"
 COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
            ("success_when_known", "when known", ".3f"), ("success_rate_compat", "published: success", ".3f"),
-           ("tests_passed_compat", "tests", ".3f"))
+           ("tests_passed_compat", "published: tests", ".3f"))
 SCORE_KEYS = "reward", "tests", "faults", "tests_compat", "ends_evaluation"
 AGENT_SYSTEM = beside("prompts/backend_agent.txt")
 JUDGE = beside("prompts/backend_judge.txt")
