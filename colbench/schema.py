@@ -15,8 +15,9 @@ NAMES = {type(None): "null", bool: "a boolean", int: "an integer", float: "a num
 
 
 def is_a(value, wanted):
+    """wanted: one of Python's types."""
     name = NAMES.get(type(value), f"a {type(value).__name__}")      # a program's own task may hold what is not JSON
-    return f"is {name}, not {wanted}"
+    return f"is {name}, not {NAMES[wanted]}"
 
 
 def checker(kind):
@@ -26,28 +27,28 @@ def checker(kind):
     if kind is float:
         return number(-1e300, 1e300)
     if isinstance(kind, type):
-        return lambda value: None if type(value) is kind else is_a(value, NAMES[kind])
+        return lambda value: None if type(value) is kind else is_a(value, kind)
     return kind
 
 
 def whole(low):
     """A whole number of 64 bits, `low` or more."""
-    return number(low, MAX_WORD - 1, (int,), NAMES[int])
+    return number(low, MAX_WORD - 1, int)
 
 
-def number(low, high, types=(int, float), noun=NAMES[float]):
-    """A number from `low` to `high`; never NaN or infinite."""
+def number(low, high, kind=float):
+    """A number from `low` to `high`, a whole one with `kind` int; never NaN or infinite."""
     def check(value):
-        if type(value) not in types:
-            return is_a(value, noun)
-        return None if low <= value <= high else f"is {shown(value)}, not {noun} from {low} to {high}"
+        if type(value) not in (int, kind):
+            return is_a(value, kind)
+        return None if low <= value <= high else f"is {shown(value)}, not {NAMES[kind]} from {low} to {high}"
     return check
 
 
 def label(value):
     """A text that is not empty."""
     if type(value) is not str:
-        return is_a(value, NAMES[str])
+        return is_a(value, str)
     return None if value else "is an empty text"
 
 
@@ -71,7 +72,7 @@ def list_of(kind, least=0):
 
     def check_list(value):
         if type(value) is not list:
-            return is_a(value, NAMES[list])
+            return is_a(value, list)
         if len(value) < least:
             return f"is a list of {len(value)}, not of {least} or more"
         for index, item in enumerate(value):
@@ -101,7 +102,7 @@ def record(needed, optional=None, others=lambda value: None):
 
     def check_record(value):
         if type(value) is not dict:
-            return is_a(value, NAMES[dict])
+            return is_a(value, dict)
         for key in needed:
             if key not in value:
                 return f'missing "{key}"'
