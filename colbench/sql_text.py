@@ -21,6 +21,7 @@ from colbench.extract_code import strings_of
 
 LOOK = "QUERY:"
 MAX_CHARS = 20_000              # a longer text stays as it is; sqlite3 is told to refuse a statement of 10,000
+MAX_DEPTH = 20                  # parentheses around a query that are dropped: each pair costs a look at the whole text
 
 STRING = r"""'(?:[^']|'')*'|"(?:[^"]|"")*\""""
 QUOTED = STRING + r"|`[^`\n]*`|\[[^\]\n]{0,100}\]"
@@ -162,8 +163,9 @@ def whole_query(text):
     query = text[:end_of(text)].strip()
     query = re.sub(r"(?:\s*</?[a-z]+>)+\Z", "", query)
     query = re.sub(r"(?<=[\w)'])(?:\.|\*\*|\.\*\*)\Z", "", query)    # the full stop of a sentence, bold letters
-    while (inner := without_parentheses(query)) is not None:
-        query = inner
+    depth = 0
+    while depth < MAX_DEPTH and (inner := without_parentheses(query)) is not None:
+        query, depth = inner, depth + 1
     return query
 
 
