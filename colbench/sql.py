@@ -629,6 +629,12 @@ class Environment(backend.Environment):
             self.tables[key] = self.look(task, query)
         return self.tables[key]
 
+    async def simulator_chat(self, task, history):
+        """Without looks: their rows, which a query can make say anything, would stand there as the user's own words."""
+        rounds = zip(history[1::2], [*history[2::2], None])
+        talk = [turn for said in rounds if query_of(said[0]["content"]) is None for turn in said if turn]
+        return await super().simulator_chat(task, history[:1] + talk)
+
     def look(self, task, query):
         """The rows of a query on the example database, as a table or an error."""
         code = program(task, task["databases"][:1], query)

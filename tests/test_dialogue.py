@@ -70,9 +70,11 @@ def test_an_asker_takes_what_has_most_values_first():
 
 
 def test_a_simulating_model_is_told_the_query():
-    chat = asyncio.run(sql.Environment().simulator_chat({**TASK, "problem_description": "?"}, START + ASKED[:1]))
+    history = START + ASKED + LOOKED + ASKED[:1]                     # of looks it is not told
+    chat = asyncio.run(sql.Environment().simulator_chat({**TASK, "problem_description": "?"}, history))
     assert TASK["ground_truth"] in chat[0]["content"]
-    assert chat[1] == {"role": "user", "content": "What is the limit?"}
+    question, reply = ({"role": role, "content": turn["content"]} for role, turn in zip(("user", "assistant"), ASKED))
+    assert chat[1:] == [question, reply, question]
 
 
 FUNCTION = '''def price(weight, zone):
