@@ -345,11 +345,13 @@ def without_excerpts(pieces):
 
 
 def is_signature(node):
-    """Is it a function without a body, such as `def total(values): ...`?"""
+    """Is it a function without a body, such as `def total(values): ...`, or with a part of one: `...` among others?"""
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return False
     for statement in node.body:
         is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if is_text and statement.value.value is ...:
+            return True
         is_refusal = isinstance(statement, ast.Raise) and "NotImplementedError" in ast.dump(statement)
         if not (is_text or is_refusal or isinstance(statement, ast.Pass)):
             return False
