@@ -9,6 +9,7 @@ import logging
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ Render = namedtuple("Render", "image spec fault")
 VIEWPORT = {"width": 1280, "height": 720}
 MAX_WIDTH_PX, MAX_HEIGHT_PX = 2560, 8192
 MAX_PAGE_BYTES, MAX_PAGE_S = 2_000_000, 10                         # of HTML; for all of a page
+MAX_MEMORY = 2 << 30                                               # bytes that a process of the browser can fill
 PAGE_CLOCK_MS = 2000                                               # of its own clock a page has after loading
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER_FLAGS = [line for line in beside("browser_flags.txt").splitlines() if line[0] != "#"]
@@ -251,6 +253,10 @@ class Browser:
         self.pulse = await self.chromium.new_browser_cdp_session()
         processes = (await self.pulse.send("SystemInfo.getProcessInfo"))["processInfo"]
         self.pid = next(process["id"] for process in processes if process["type"] == "browser")
+        for path in pathlib.Path("/proc").glob("[0-9]*"):           # what it starts later inherits the limit
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(path.name)) == self.pid:
+                    resource.prlimit(int(path.name), resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
         fonts = "Liberation" if fonts else ("the system's; without Liberation (apt-get install fonts-liberation) "
                                             "screenshots differ from those of other machines")
         log.info(f"browser: Chromium {self.chromium.version}, no network, its sandbox {'on' if sandbox_on else 'off'}, "
