@@ -11,7 +11,10 @@
   while (changes) { changes = 0; await frame(); }
   for (let round = 0; round < 3; round++) {
     const moving = document.getAnimations().filter(animation => animation.playState === "running");
-    for (const animation of moving) try { animation.finish(); } catch (endless) { animation.cancel(); }
+    for (const animation of moving) try {
+      animation.finish();
+      if (animation.timeline !== document.timeline) { animation.commitStyles(); animation.cancel(); }   // by scrolling
+    } catch (endless) { animation.cancel(); }
     if (moving.length) await frame();
   }
   for (const svg of document.querySelectorAll("svg")) { svg.pauseAnimations(); svg.setCurrentTime(0); }

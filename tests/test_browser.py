@@ -137,6 +137,9 @@ def test_same_bytes(browser, tmp_path):
     assert margins == ["300px", "0px", "200px", "100px"] and at_end and bar == 0
     assert text.startswith("Wed Jan 01 2025 12:00:00 GMT+0000 (Coordinated Universal Time),Wed Jan 01 2025 12:00:00")
     assert ",1735732800000,0,0.36925" in text and text.endswith(" text0 1 2 3 late 4 5 6")
+    scrolled = ("<style>@keyframes go {to {margin-left: 90px}} p {animation: go linear; animation-timeline: scroll()}"
+                "</style><p id=a>a<div style='height: 9000px'>")
+    assert value(browser, scrolled, "[getComputedStyle(a).marginLeft, document.getAnimations().length]") == ["90px", 0]
 
 
 # Each page that could leave something in the window stands before one that would show it: the colours of links, the
