@@ -123,20 +123,20 @@ class Server:
         key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
         try:
             return self.openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
-        except Exception as error:                                   # httpx.InvalidURL, which has no class above it
+        except Exception as error:                                   # InvalidURL of httpx, which has no class above it
             raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
 
     def check_addresses(self):
         """InputError where nobody answers at one of the addresses."""
-        import httpx
         for client in self.clients:
+            asked = self.openai.OpenAI(base_url=client.base_url, api_key=client.api_key, timeout=20, max_retries=0)
             try:
-                httpx.get(client.base_url, timeout=20)
-            except httpx.TimeoutException:
-                pass                                                 # it answers later
-            except httpx.HTTPError as error:
-                raise InputError(f"{client.base_url}: nobody answers ({one_line(error)}); start the server first, or "
-                                 "correct the address") from None
+                asked.models.with_raw_response.list()
+            except (self.openai.APITimeoutError, self.openai.APIStatusError):
+                pass                                                 # it answers, or does so later
+            except self.openai.APIConnectionError as error:
+                raise InputError(f"{client.base_url}: nobody answers ({one_line(error.__cause__)}); start the server "
+                                 "first, or correct the address") from None
 
     async def send(self, client, request):
         """What the server answers; from now on without SAMPLING where these fields are the reason for a refusal."""
@@ -147,7 +147,7 @@ class Server:
         except (self.openai.BadRequestError, self.openai.UnprocessableEntityError) as error:
             if not sampling or is_too_long(error):
                 raise
-            refusal = one_line(error)
+            refusal = said_by(error)
         answer = await endpoint.create(**request)
         if self.sampling:
             say(f"{self.name}: asked without {', '.join(self.sampling)} ({refusal})")
@@ -158,7 +158,7 @@ class Server:
         """One line of an error that another address may not have; raises where none can do better."""
         status = getattr(error, "status_code", None)                 # None: no connection, or no reply in time
         kind = "no reply" if status is None else f"status {status}"
-        fault = f"{client.base_url}#{self.model}: {kind}: {one_line(error)}"
+        fault = f"{client.base_url}#{self.model}: {kind}: {said_by(error)}"
         if status in (401, 403) or error.code == "insufficient_quota":
             raise InputError(f"{fault}: the key in OPENAI_API_KEY is missing or refused")
         if status == 404:
@@ -168,9 +168,14 @@ class Server:
         return fault
 
 
+def said_by(error):
+    """A line of what a server says with an error; of a lost connection what the client says."""
+    return one_line(error.body or error)
+
+
 def is_too_long(error):
     """Whether a server refuses a request because its prompt leaves no room for the reply."""
-    return getattr(error, "status_code", None) in (400, 413, 422) and bool(TOO_LONG.search(str(error).lower()))
+    return getattr(error, "status_code", None) in (400, 413, 422) and bool(TOO_LONG.search(str(error.body).lower()))
 
 
 def read_reply(answer):
