@@ -120,7 +120,11 @@ def test_action_logps_in_batches_against_a_plain_softmax(tiny):
              (f"{U}the price of the fee{E}{A}", ids_of(tokenizer, "▁Thanks▁", "▁the▁", "▁fee▁", E))]
     items = [common.rows_of_trajectory(tokenizer, [turn]) for turn in turns]
     expected = torch.stack([token_logps_after(tiny, *turn).sum() for turn in turns])
-    found = torch.cat(common.action_outputs(common.Scorer(tiny[0]), items, 20))
+    scorer, modes = common.Scorer(tiny[0]).train(), []
+    scorer.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    found = torch.cat(common.action_outputs(scorer, items, 20))
+    assert set(modes) == {False} and scorer.training                # without dropout
+    tiny[0].eval()
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
 
 

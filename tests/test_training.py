@@ -1,4 +1,5 @@
 """Training on many ranks: shards, files, states, killed runs, chunks of logits, equal batches; the schedule; memory."""
+import argparse
 import functools
 import itertools
 import json
@@ -21,7 +22,7 @@ from conftest import BASE, begin, begin_ranks, call, ended, policy_flags, read, 
 from lib.memory import memory_plan, planned_model, PlannedStep
 from lib.models import add_adapter, import_peft, load_model, Projection, save_model, Sharding, use_grouped_attention
 from lib.runtime import InputError, Runtime, start
-from lib.training import adamw, Checkpoints, epoch_batches, learning_rate, rank_batches
+from lib.training import adamw, Checkpoints, epoch_batches, learning_rate, Loop, rank_batches
 
 WHOLE, HALF = Sharding(), Sharding(dtype="bfloat16")
 
@@ -268,6 +269,7 @@ def test_epoch_batches_cover_every_item_once_an_epoch():
     batches = epoch_batches(10, 4, 2, seed=1)
     assert [len(b) for b in batches] == [4, 4, 2, 4, 4, 2]
     assert sorted(sum(batches[:3], [])) == sorted(sum(batches[3:], [])) == list(range(10))
+    assert batches[:3] != batches[3:]
     assert batches == epoch_batches(10, 4, 2, seed=1) != epoch_batches(10, 4, 2, seed=2)
 
 
@@ -277,6 +279,27 @@ def test_learning_rate_by_hand():
     assert rates[3] == pytest.approx(1.0)
     assert rates[51] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 48 / 97)))
     assert 0.1 < rates[-1] < 0.11
+
+
+def test_steps_by_hand(tmp_path, monkeypatch):
+    """AdamW without decay of weights; the first gradient is cut to norm 1; rates by the schedule, from the first."""
+    monkeypatch.setattr("lib.training.add_costs", lambda **_: None)
+    scorer = torch.nn.Linear(2, 1, bias=False).double().eval()
+    weight = torch.nn.init.constant_(scorer.weight, 1.0).detach().clone()
+    example = common.Example([[common.Row([5], [0])]], [], "a")
+    args = argparse.Namespace(out=tmp_path, epochs=4, seed=0, max_steps=None, lr=0.1, save_every=9, track=None)
+    mean, square = torch.zeros(2, 1, 2, dtype=torch.float64)
+    loop, rates = Loop(scorer, [example], 1, args, start(0)), [0.1, 0.1, 0.0775, 0.0325]
+    for step, _ in loop.steps():
+        x = torch.tensor([3.0, 4.0] if step == 0 else [0.1, -0.2 * step], dtype=torch.float64)
+        loop.backward({"loss": scorer(x)}, torch.ones(1))
+        loop.update(step)
+        gradient = x / 5 if step == 0 else x
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient ** 2
+        number = step + 1
+        weight -= rates[step] * mean / (1 - 0.9 ** number) / ((square / (1 - 0.95 ** number)).sqrt() + 1e-8)
+        torch.testing.assert_close(scorer.weight.detach(), weight, atol=1e-6, rtol=0)
+        assert scorer.training
 
 
 def test_a_part_that_gets_no_gradient_has_no_state(tmp_path):
