@@ -240,6 +240,7 @@ def test_dialogues_of_one_task_id_are_numbered_through():
     dialogues = rollout.new_dialogues([{**TASK, "task_id": name} for name in "aba"], None, 2)
     assert [(dialogue.task["task_id"], dialogue.sample) for dialogue in dialogues] == [
         ("a", 0), ("a", 1), ("b", 0), ("b", 1), ("a", 2), ("a", 3)]
+    assert rollout.random_key(dialogues[4], 7, "agent") == (7, "a", 2, 1, "agent")
     assert parsed("--single-turn").max_rounds == 1
 
 

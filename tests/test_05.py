@@ -64,9 +64,9 @@ def test_task_means_and_paired_differences_by_hand():
     result = statistics.paired_difference(ours, theirs, backend.eval_score)
     assert (result["difference"], result["n"]) == (0.25, 2)
     ours = scored(("a", 1, 0), ("b", 0, 0), ("a", 1, 1), ("b", 1, 1), ("a", 1, 2), ("b", 1, 2))
-    theirs = scored(*((task, 0, run) for run in (2, 0, 1) for task in "ba"))
+    theirs = scored(*((task, float(run == 2), run) for run in (2, 0, 1) for task in "ba"))
     result = statistics.paired_difference(ours, theirs, backend.eval_score)
-    assert result["runs"] == [0.5, 1, 1] and result["n"] == 2 and result["difference"] == pytest.approx(5 / 6)
+    assert result["runs"] == [0.5, 1, 0] and result["n"] == 2 and result["difference"] == pytest.approx(0.5)
     assert result.keys() == {"difference", "n", "ci95", "runs"}
     for other in (scored(("z", 1)), theirs[:2]):                     # no task in common; another number of runs
         assert statistics.paired_difference(ours, other, backend.eval_score) is None
@@ -106,6 +106,7 @@ def test_what_the_bootstrap_draws(monkeypatch):
     interval, families, rng = statistics.bootstrap_interval, ["a"] * 50 + ["b"] * 50, np.random.default_rng(0)
     one, many = rng.random(200), rng.random((5, 1)) + np.zeros((5, 200))
     assert interval([one]) == interval(one)
+    assert np.ptp(interval(one)) == pytest.approx(2 * 1.96 * np.std(one) / 200 ** 0.5, rel=0.05)        # 95 %
     low, high = interval(many)                                       # tasks agree: only the runs differ
     assert np.min(many) <= low < np.mean(many) < high <= np.max(many)
     assert interval(np.tile(one, (5, 1))) == pytest.approx(interval(one))          # runs agree: only the tasks differ

@@ -165,12 +165,13 @@ def test_bfloat16(tiny):
         assert len(ids) == 24 and max(ids) < 781
 
 
-def test_sampling_follows_the_softmax(tiny):
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_sampling_follows_the_softmax(tiny, temperature):
     model, [prompt] = tiny[0], prompts_of(20)
     with torch.no_grad():
-        probabilities = torch.softmax(model(torch.tensor([prompt])).logits[0, -1].float(), -1)
+        probabilities = torch.softmax(model(torch.tensor([prompt])).logits[0, -1].float() / temperature, -1)
     grid = torch.linspace(0, 1, 1001)[:-1, None] + 0.5 / 1000                # evenly spaced points: no sampling noise
-    first = torch.tensor([ids[0] for ids in generate(model, [prompt], grid, 1.0, [])])
+    first = torch.tensor([ids[0] for ids in generate(model, [prompt], grid, temperature, [])])
     shares = torch.bincount(first, minlength=len(probabilities)) / 1000
     torch.testing.assert_close(shares, probabilities, atol=2e-3, rtol=0)
     likeliest = generate(model, [prompt], grid[:1], 0.0, [])
