@@ -6,6 +6,7 @@ import math
 import random
 import re
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from conftest import BASE, call, dies, FUNCTION, Partial, policy_flags, read, re
 from lib import training
 from lib.data import read_trajectories
 from lib.models import encode
-from lib.runtime import InputError, start
+from lib.runtime import InputError, Runtime, start
+from lib.seeds import uniforms
 from lib.training import preference_numbers
 
 policy_stage = stage(4)
@@ -32,7 +34,7 @@ def sweet(workspace, critic, tmp_path_factory):
     """(The folder, what was printed, the flags)"""
     out = tmp_path_factory.mktemp("sweet") / "sweet"
     words = flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
-                  "--max-new-tokens", 80, "--nll-coef", 0)
+                  "--max-new-tokens", 80, "--nll-coef", 0, "--reference-sees-c", "no")
     return out, call(4, *words), words
 
 
@@ -86,6 +88,23 @@ def test_pairs_are_better_half_against_worse_half():
     assert policy_stage.candidate_pairs(same, 4, random.Random(0)) == []
 
 
+def test_pairs_are_drawn_from_one_stream_and_the_longer_action_counts(tiny, tmp_path):
+    candidates, drawn = [{"ids": [5] * length, "ended": True} for length in (1, 2, 3)], []
+    row = {"task_id": "a", "sample": 0, "turn": 0, "prompt": "?", "candidates": candidates, "advantages": [2, 1, 0]}
+    args = argparse.Namespace(seed=3, pairs_per_turn=1, out=tmp_path, max_length=len(encode(tiny[1], "?")) + 2)
+    wanted = iter([[(0, 1)], [(0, 2), (1, 0)], [(2, 0)]])
+
+    def choose(row, number, rng):
+        drawn.append(rng.random())
+        return next(wanted)
+    pairs = policy_stage.pairs_of([row] * 3, tiny[1], args, Runtime(0, 1, "cpu"), choose)
+    rng = random.Random(3)
+    assert drawn == [rng.random() for _ in range(3)]
+    assert [(len(pair["chosen"]["ids"]), len(pair["rejected"]["ids"])) for pair in pairs] == [(1, 2), (2, 1)]
+    [example] = policy_stage.pair_examples(pairs, tiny[1], together=True)
+    assert example == ([common.actions_item(tiny[1], "?", [[5], [5, 5]])], [((0, 0), (0, 1)), ((0, 1), (0, 0))], "a")
+
+
 def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
     trajectories = read_trajectories(workspace / "offline.jsonl")
     args = types.SimpleNamespace(data_frac=0.1, seed=0, model=str(BASE), max_new_tokens=8, trajectories="FILE")
@@ -119,6 +138,7 @@ def test_phases_can_be_inspected(sweet):
         for side in (pair["chosen"], pair["rejected"]):
             assert side["advantage"] == scores[pair["prompt"], tuple(side["ids"])]
     assert f"{len(pairs)} pairs of {4 * len(scored)} asked for" in printed and (out / "COMPLETED").exists()
+    assert "critic: scores are log p(a|o, c) - log p_ref(a|o), a mean over the tokens of a\n" in printed
 
 
 def test_an_equal_pair_is_half_right():
@@ -214,11 +234,14 @@ def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace,
             del turn["output_ids"]
             turn["input"] = "<|user|>Ask {short} questions.<|end|>" + turn["input"]
     path, out = write(tmp_path / "p.jsonl", rows), tmp_path / "out"
-    printed = call(4, *untrained(path, out, "--pairs-together"))
+    with mock.patch("lib.sampling.uniforms", side_effect=uniforms) as drawn:
+        printed = call(4, *untrained(path, out, "--pairs-together", "--seed", 3))
     candidates, pairs = read(out / "candidates.jsonl"), read(out / "pairs.jsonl")
     assert [row["prompt"] for row in candidates] == [turn["input"] for row in rows
                                                      for turn in row["dialogue_history"][1::2]]
     assert f"their prompts: {len(candidates)} as logged\n" in printed
+    assert {key.args[1:] for key in drawn.call_args_list} == {
+        (3, "candidates", *policy_stage.name_of(row)) for row in candidates}
     firsts = [row for row in candidates if row["turn"] == 0]
     assert [row["sample"] for row in firsts] == [0, 1, 2] * 2
     assert len({json.dumps(row["candidates"]) for row in firsts}) == 6                          # other random numbers
@@ -248,6 +271,7 @@ def test_pairs_of_a_turn_in_one_tree_train_like_pairs_apart(workspace, tmp_path,
                        apart / "candidates.jsonl", "--max-length", longest))
     assert (apart / "pairs.jsonl").read_bytes() == (together / "pairs.jsonl").read_bytes()
     step_apart, step_together = (read(out / "metrics.jsonl")[0] for out in (apart, together))
+    assert step_apart["loss"] == pytest.approx(math.log(2) + 0.01 * step_apart["nll"], abs=1e-5)
     for key in ("loss", "nll", "margin"):
         assert step_together[key] == pytest.approx(step_apart[key], abs=1e-5)
     assert step_together["gnorm"] == pytest.approx(step_apart["gnorm"], rel=1e-3)
@@ -264,6 +288,22 @@ def test_what_does_not_fit_is_one_line(workspace, tmp_path, flag, number, messag
 
 
 # --- likelihoods
+
+def test_the_policy_reads_c_where_the_agent_that_it_imitates_did(workspace, data, tiny, monkeypatch):
+    for path, informed in ((workspace / "offline.jsonl", False), (data / "demos.jsonl", True)):       # as 02 has it
+        assert {row["informed"] for row in read(path)} == {informed}
+    monkeypatch.setattr(policy_stage, "begin", lambda _: None)
+    rows = [row | {"informed": number % 2 == 1} for number, row in
+            enumerate(read_trajectories(workspace / "offline.jsonl", 24))]
+    for method in ("mtdpo", "rft", "sft"):
+        args = policy_stage.parse_args(["--method", method, "--trajectories", "t", "--model", "m", "--out", "o"])
+        examples = policy_stage.METHODS[method].make_examples(rows, tiny[1], args, None)
+        items = common.items_of(examples)
+        seen = ["The function that this person needs" in tiny[1].decode(item[0].ids) for item in items]
+        imitated = [row["informed"] for row in rows if method == "sft" or row["reward"] == 1]
+        assert seen == (imitated if method != "mtdpo" else [False] * len(items))
+        assert [example.pairs for example in examples] == [[((0, 0), (1, 0))] * (method == "mtdpo")] * len(examples)
+
 
 def test_rft_trains_on_successes_alone(workspace, tmp_path):
     wins = sum(row["reward"] == 1 for row in read_trajectories(workspace / "offline.jsonl", 24))
