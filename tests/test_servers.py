@@ -96,13 +96,14 @@ def test_parameters_of_reasoning_models(model, keys):
 def test_thoughts_stay_with_who_thinks(tasks, tmp_path, serve):
     server = serve()
     rows = play(tasks, f"{server['url']}#thinker", tmp_path / "out", "--simulator", f"{server['url']}#thinker",
-                "--max-rounds", 3, "--chat-template-args", '{"agent": {"enable_thinking": true}}')
+                "--max-rounds", 3, "--temperature", 0.5, "--chat-template-args",
+                '{"agent": {"enable_thinking": true}}')
     for turn in [turn for row in rows for turn in row["dialogue_history"][1:]]:
         assert turn["content"] == "What should the lowest heat be?" and "secret" in turn["output"]
     assert {row["answer"] for row in rows} == {"What should the lowest heat be?"}
     assert not any("secret" in json.dumps(request["messages"]) for request in read(server["log"]))
     kinds = {(request["temperature"], str(request.get("chat_template_kwargs"))) for request in read(server["log"])}
-    assert kinds == {(1.0, "{'enable_thinking': True}"), (0.0, "None")}
+    assert kinds == {(0.5, "{'enable_thinking': True}"), (0.0, "None")}
 
 
 @pytest.mark.parametrize("sampled, text, visible", [
@@ -449,8 +450,9 @@ def test_ids_of_a_server_are_kept_and_read_by_a_critic_and_a_judge_needs_none(
     write(tasks, read(tasks)[:3])
     server, clean = serve("--model", BASE, "--cut", 9, "--no-end", 10), serve("--model", BASE)
     words = ["--tasks", tasks, "--max-rounds", 2, "--max-new-tokens", 30, "--concurrency", 2]
-    call(2, *words, "--agent", f"{server['url']}#model", "--agent-tokenizer", BASE, "--best-of", 3, "--critic", critic,
-         "--max-tokens", 1234, "--out", tmp_path / "out")
+    printed = call(2, *words, "--agent", f"{server['url']}#model", "--agent-tokenizer", BASE, "--best-of", 3,
+                   "--critic", critic, "--reference-sees-c", "no", "--max-tokens", 1234, "--out", tmp_path / "out")
+    assert f"{critic}: scores are log p(a|o, c) - log p_ref(a|o), a mean" in printed
     rows, counts = read(tmp_path / "out"), collections.Counter()
     assert len(rows) == 3 and len(read(server["log"])) >= 3 * sum(row["num_rounds"] for row in rows)
     assert {(row["best_of"], row["critic"]) for row in rows} == {(3, str(critic))}
