@@ -12,7 +12,7 @@ import torch
 import common
 from colbench import backend, frontend
 from compare import assert_same_steps, greatest_difference, token_logps_after
-from conftest import BASE, call, critic_note, read, refused, stage, succeed, write
+from conftest import BASE, call, critic_note, FUNCTION, read, refused, stage, succeed, write
 from lib import training
 from lib.data import read_trajectories
 from lib.models import load_model
@@ -36,18 +36,31 @@ def test_action_advantages_by_hand():
     assert common.action_advantages(logps, ref_logps, lengths, "turn").tolist() == [[0.5, -3.0, 0.0]]
     assert common.action_advantages(logps, ref_logps, lengths, "trajectory").sum().item() == pytest.approx(-0.2)
     assert common.action_advantages(logps, ref_logps, lengths, "none").sum().item() == -1.0
+    item = [common.Row([5, 6, 6, 6, 6, 7], [-1, 0, 0, 0, 0, 1])]
+    for normalize, expected in (("turn", [0.5, -3]), ("trajectory", [0.4, -0.6]), ("none", [2, -3])):
+        [found] = common.item_advantages([item], logps[:, :2], ref_logps[:, :2], normalize)
+        assert found.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("normalize, scores", [("turn", [0.5, -3]), ("trajectory", [0.5, -3]), ("none", [2, -3])])
+def test_scores_of_actions_by_hand(tiny, monkeypatch, normalize, scores):
+    """Also with --normalize trajectory a mean over the action's own tokens."""
+    monkeypatch.setattr(common, "action_outputs", lambda scorer, *_: [torch.tensor(scorer)])
+    critic = common.Critic("x", "x", "lm", normalize, scorer=[-2.0, -6.0], ref_scorer=[-4.0, -3.0])
+    point = common.DecisionPoint("?", FUNCTION, [], [[5, 5, 5, 5], [6], [5, 5, 5, 5]], [])
+    assert common.score_actions(critic, tiny[1], [point], 4096) == [[*scores, scores[0]]]
 
 
 def test_bradley_terry_losses_by_hand_in_float64():
-    """Of two pairs of trajectories: scores 0 and 0, 2 + 1 and -1; the chosen ones' NLL is 6 / 3 and 4 / 8."""
+    """Of two pairs of trajectories: scores 0 and 0, 2 + 1 and -1; the chosen ones' NLL is 6 / 4 and 4 / 8."""
     value = lambda *rows: torch.tensor(rows, dtype=torch.float64)
-    advantages, lengths = value([0, 0], [0, 0], [2, 1], [-1, 0]), value([1, 2], [3, 0], [4, 4], [5, 0])
+    advantages, lengths = value([0, 0], [0, 0], [2, 1], [-1, 0]), value([1, 3], [3, 0], [4, 4], [5, 0])
     logps = value([-2, -4], [-9, 0], [-1, -3], [-9, 0])
     losses, numbers = critic_stage.bradley_terry_losses(advantages, logps, lengths, beta=0.5, nll_coef=0.1)
-    expected = [math.log(2) + 0.1 * 2, math.log(1 + math.exp(-2)) + 0.1 * 0.5]
+    expected = [math.log(2) + 0.1 * 1.5, math.log(1 + math.exp(-2)) + 0.1 * 0.5]
     assert losses.tolist() == pytest.approx(expected, abs=1e-12)
     assert {name: numbers[name].tolist() for name in numbers} == {
-        "chosen": [0.0, 1.5], "rejected": [0.0, -0.5], "nll": [2.0, 0.5]}
+        "chosen": [0.0, 1.5], "rejected": [0.0, -0.5], "nll": [1.5, 0.5]}
 
 
 def test_value_losses_by_hand():
@@ -64,7 +77,7 @@ def test_value_losses_by_hand():
 @pytest.fixture(scope="module")
 def critic(workspace, tmp_path_factory):
     out = tmp_path_factory.mktemp("critic") / "critic"
-    return out, call(3, *flags(workspace, out, "--nll-coef", 0))
+    return out, call(3, *flags(workspace, out, "--nll-coef", 0.1))
 
 
 def point_of(row, *actions):
@@ -76,8 +89,8 @@ def point_of(row, *actions):
 def test_it_begins_at_log_2_and_its_folder_is_a_model_with_a_description(critic):
     out, printed = critic
     first = read(out / "metrics.jsonl")[0]
-    assert first["step"] == 1 and first["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert first["margin"] == pytest.approx(0, abs=1e-5)
+    assert first["step"] == 1 and first["loss"] == pytest.approx(math.log(2) + 0.1 * first["nll"], abs=1e-5)
+    assert first["nll"] > 0.01 and first["margin"] == pytest.approx(0, abs=1e-5)
     assert json.loads((out / "critic.json").read_text())["reference"] == str(BASE)
     assert (out / "COMPLETED").exists() and (out / "chat_template.jinja").exists() and not (out / "states").exists()
     load_model(str(out), "cpu")
@@ -226,9 +239,38 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
         assert sorted(groups + held_out_pairs) == sorted(pairs)      # no pair is lost
 
 
+@pytest.mark.parametrize("head, more", [
+    ("lm", ["--no-privileged"]), ("lm", ["--reference-sees-c", "no"]), ("value", [])])
+def test_what_is_trained_and_measured_where_some_is_too_long(workspace, tmp_path, tiny, monkeypatch, head, more):
+    """Held-out tasks are measured alone; references and returns are those of their examples; who reads c. (Training and
+    passes of the reference have stand-ins.)"""
+    seen, sees_c = {}, "--no-privileged" not in more
+    monkeypatch.setattr(common, "reference_logps", lambda folder, scorer, examples, _: examples)
+    monkeypatch.setattr(critic_stage, "train", lambda _, *found: seen.update(trained=found))
+    monkeypatch.setattr(common, "pair_accuracy", lambda _, *found: seen.update(measured=found) or 0.5)
+    printed = call(3, *flags(workspace, tmp_path, "--head", head, "--held-out-frac", 0.4, "--max-length", 252, *more))
+    (trained, refs, returns, *_), (held_out, held_out_refs, *_) = seen["trained"], seen["measured"]
+    assert ("longer than --max-length" in printed) == sees_c         # c makes them longer
+    for examples, is_held_out in ((trained, False), (held_out, True)):
+        assert {critic_stage.is_held_out(example.task_id, 0.4) for example in examples} == {is_held_out}
+    for examples, has_c in ((trained + held_out, sees_c), (refs, not more)):
+        texts = [tiny[1].decode(example.items[0][0].ids) for example in examples]
+        assert {"The function that this person needs" in text for text in texts} == {has_c}
+
+    def said(examples):
+        return [[[token for row in item for token, turn in zip(row.ids, row.turn_ids) if turn >= 0]
+                 for item in example.items] for example in examples]
+    assert said(refs) == said(trained + held_out) and said(held_out_refs) == said(held_out)
+    wins = {}
+    for row in read_trajectories(workspace / "offline.jsonl", 36):
+        wins[repr(sum((turn["output_ids"] for turn in row["dialogue_history"][1::2]), []))] = float(row["reward"] == 1)
+    assert returns == [wins[repr(first)] for first, *_ in said(trained + held_out)]
+    assert json.loads((tmp_path / "critic.json").read_text())["privileged"] == sees_c
+
+
 def test_one_batch_of_four_is_four_batches_of_one_and_two_ranks(workspace, critic, tmp_path):
-    call(3, *flags(workspace, tmp_path / "micro", "--nll-coef", 0, "--micro-batch-size", 1))
-    succeed("03_train_critic.py", *flags(workspace, tmp_path / "ranks", "--nll-coef", 0), ranks=2)
+    call(3, *flags(workspace, tmp_path / "micro", "--nll-coef", 0.1, "--micro-batch-size", 1))
+    succeed("03_train_critic.py", *flags(workspace, tmp_path / "ranks", "--nll-coef", 0.1), ranks=2)
     for name in ("micro", "ranks"):
         assert_same_steps(tmp_path / name, critic[0])
 
