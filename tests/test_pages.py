@@ -5,11 +5,12 @@ import asyncio
 import json
 import random
 import re
+from unittest import mock
 
 import pytest
 
 from colbench import frontend, make_tasks
-from colbench.browser import Browser
+from colbench.browser import Browser, Render
 from colbench.similarity import PageScorer
 from conftest import call, fork, read, refused, ROOT, succeed, trajectory, turns, write
 
@@ -42,12 +43,14 @@ def test_a_task_is_its_template_with_its_codes_and_the_idea_leaves_out_what_is_n
         told = frontend.asked_values(task, idea)
         assert told == {slot["slot"]: slot["code"] for slot in task["slots"] if slot["told"]}
         assert len(told) <= 2 and "\n" not in idea
+        assert [known for _, known in frontend.facts(task, turns(idea))] == [slot["told"] for slot in task["slots"]]
     assert frontend.page_values(task, "Could you tell me more?") is None
     assert 0.15 < sum(any(s["told"] for s in task["slots"]) for task in tasks["train"]) / 60 < 0.45
-    train, test = ({task["ground_truth"] for task in tasks[split]} for split in ("train", "test"))
-    assert len(train) == len(test) == 60 and not train & test
     [none], [task] = (make_tasks(frontend, 1, 0, "all", told) for told in ("none", "all"))
     assert frontend.asked_values(none, none["problem_description"]) == {}
+    asked = [turns("?", "", f"The {none['slots'][0]['topic']} should be {name}.") for name in none["slots"][0]["names"]]
+    known = [[is_known for _, is_known in frontend.facts(none, history)] for history in asked]
+    assert known[0] == [True] + [False] * 9 and not any(known[1])    # what is asked wrongly is not known
     assert len(frontend.asked_values(task, task["problem_description"])) == 10
     assert task["problem_description"].startswith(
         "A website for an old bakery in our town. The background should be pink. The font should be sans-serif. The ")
@@ -111,6 +114,11 @@ def test_the_two_largest_differences_are_named_or_none():
     same = spec(header=[[0, 0, 139], 0.3], title=["OVEN", 0.02])           # no eye sees these
     assert replies(spec(), same) == set(frontend.SAYINGS["content"])
     assert replies(spec(), None) == set(frontend.SAYINGS["no page"])
+    both = [Render(None, one, None) for one in (wanted, spec())]
+    world = mock.Mock(rendered=mock.AsyncMock(return_value=both))
+    for said in ("<p>2</p>", "Do you like it?"):                     # after words it is not of the page before
+        reply = frontend.Environment.rule_reply(world, None, turns("?", "<p>1</p>", "!", said), random.Random(0))
+        assert (asyncio.run(reply) in frontend.SAYINGS["no page"]) == ("<p>" not in said)
 
 
 @pytest.mark.parametrize("colour, words", [
