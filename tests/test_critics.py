@@ -3,13 +3,14 @@
 import importlib
 import json
 import shutil
+import types
 
 import pytest
 import torch
 
 import common
 from colbench import backend
-from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, stage, trajectory, write
+from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, stage, trajectory, turns, write
 from lib.models import load_tokenizer
 
 critics = importlib.import_module("scripts.critics")
@@ -31,6 +32,15 @@ def test_gates_and_success_of_the_shipped_base_model(workspace, tmp_path):
         assert [*kind.split(), *cells] in [line.split() for line in printed.splitlines()]
     metrics = stage(5).measure(read(workspace / "offline.jsonl"), backend)
     assert 0.15 <= metrics["success_rate"] <= 0.5 and metrics["success_when_known"] > 0.7
+
+
+def test_probes_by_hand():
+    history, other = turns("?", "a", "b", "c", "d", "right answer"), {**FUNCTION, "ground_truth": "g"}
+    domain = types.SimpleNamespace(turn_kind=lambda *turn: turn[2], answer_message=lambda task: task["ground_truth"])
+    found = critics.probes_of({"task": FUNCTION, "dialogue_history": history}, other, domain)
+    assert list(found) == [("a", history[:1], "a"), ("c", history[:3], "c"),
+                           ("right answer at once", history[:1], FUNCTION["ground_truth"]),
+                           ("wrong answer at once", history[:1], "g")]
 
 
 # --- the dialogues that 02 --branch plays on

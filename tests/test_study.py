@@ -157,7 +157,8 @@ def test_arms_of_a_seed_and_size_share_dialogues_critics_and_candidates(call):
             assert [args["candidates"] for args in arm.values()] == [
                 None, None, None, *[f"{folder}/sweet@{size}/candidates.jsonl"] * 3]
             assert [args["data_frac"] for args in arm.values()] == [0.1, 0.1, 1, 1, 1, 1]
-            assert commands[f"{folder}/critic-blind@{size}"]["reference_sees_c"] is False
+            assert commands[f"{folder}/critic@{size}"]["num_trajectories"] == size
+            assert {commands[f"{folder}/{name}.jsonl"]["seed"] for name in ("offline", f"sweet@{size}")} == {seed}
     assert commands["o/seed10/mtdpo@320"]["lr"] == 3e-4 and commands["o/seed10/mtdpo@1600"]["lr"] == 1e-4
     assert commands["o/report"]["baseline"] == "mtdpo@1600" and commands["o/report"]["costs"]
     sweet = dict(commands["o/report"]["files"])["sweet@80"]
@@ -166,7 +167,8 @@ def test_arms_of_a_seed_and_size_share_dialogues_critics_and_candidates(call):
 
 def test_a_search_plays_each_setting_on_validation_tasks(call):
     commands = call("mtdpo", "sweet", "--split", "validation", "--seeds", "9", "--grid", "lr=1e-4,3e-4", "beta=0.1,0.3")
-    assert {command["split"] for command in commands.values() if command["stage"] == "01"} == {"train", "validation"}
+    tasks = {(command["split"], command["seed"]) for command in commands.values() if command["stage"] == "01"}
+    assert tasks == {("train", 9), ("validation", 0)}
     policies = {name: command for name, command in commands.items() if command["stage"] == "04"}
     assert {name: (command["lr"], command["beta"]) for name, command in policies.items()} == {
         f"o/seed9/{arm}_lr{lr}_beta{beta}": (float(lr), float(beta)) for arm, lr, beta in itertools.product(
@@ -200,6 +202,7 @@ def test_each_round_goes_on_with_the_agent_of_the_one_before(call, monkeypatch):
     commands = call(*words)
     assert commands["o/seed3/exchanged@2-critic"]["trajectories"] == "o/seed3/exchanged@2-all.jsonl"
     assert commands["o/seed3/exchanged@2"]["trajectories"] == "o/seed3/exchanged@2-offline-exchanged.jsonl"
+    assert commands["o/seed3/exchanged@2"]["candidates"] is None               # those of sweet are of another model
     for name in ("offline", "exchanged@2-offline"):                            # the c that it ranks by
         pathlib.Path(f"o/seed3/{name}-exchanged.jsonl").write_text(f"{name}\n")
     monkeypatch.setattr(study, "run_step", lambda *_, **__: "")
@@ -207,11 +210,21 @@ def test_each_round_goes_on_with_the_agent_of_the_one_before(call, monkeypatch):
     assert pathlib.Path("o/seed3/exchanged@2-all.jsonl").read_text() == "offline\nexchanged@2-offline\n"
 
 
+CRITICS = {                     # of the arm of this name (all-no-c has no-c's)
+    "no-c": ("no_privileged", True), "no-norm": ("normalize", "none"), "regression": ("head", "regression"),
+    "value": ("head", "value"), "published": ("normalize", "trajectory"), "blind": ("reference_sees_c", False),
+    **{c: ("trajectories", f"o/seed1/offline-{c}.jsonl") for c in ("exchanged", "facts")}}
+
+
 @pytest.mark.parametrize("domain", ["backend", "sql", "frontend", "real"])
 def test_every_arm_of_the_table_plays(call, domain):
     arms = [arm for arm in study.read_domain(domain)["arms"] if arm != "base"]
     commands = call(*arms, "--domain", domain, "--seeds", "1", "--set", "num_test=7", "samples=1")
     assert {f"o/seed1/{arm}" for arm in arms} <= set(commands)
+    for arm in arms:
+        if (name := arm.removeprefix("all-")) in CRITICS:
+            assert commands[f"o/seed1/{arm}"]["critic"] == f"o/seed1/critic-{name}"
+            assert commands[f"o/seed1/critic-{name}"].items() >= {CRITICS[name]}
     assert commands[f"o/seed1/{arms[0]}.jsonl"]["samples"] == 1 and commands["o/seed1/test.jsonl"]["num_tasks"] == 7
 
 
@@ -221,9 +234,8 @@ def rows_of(path):
 
 
 def test_many_dialogues_have_settings_of_their_own(call):
-    for words in (["mtdpo@3200"], ["mtdpo", "--set", "dialogues=3200"]):
-        commands = call(*words, "--seeds", "5")
-        assert commands[f"o/seed5/{words[0]}"]["epochs"] == 2
+    commands = call("mtdpo", "--set", "dialogues=3200", "--seeds", "5")        # another --sizes: see above
+    assert commands["o/seed5/mtdpo"]["epochs"] == 2
 
 
 def test_the_tables(call):
@@ -337,7 +349,8 @@ def test_another_c_for_the_critic(tmp_path, kind):
         hidden = [fact for fact in task["facts"] if fact["matters"] and not fact["told"]]
         added = task["ground_truth"].removeprefix(reference).splitlines()[1:]
         assert len(added) == len(hidden) > 0 and compile(task["ground_truth"], "c", "exec")
-        assert all(line.startswith(f"# {fact['topic']}: ") for line, fact in zip(added, hidden))
+        assert all(line.removeprefix(f"# {fact['topic']}: ") in (fact["code"], fact["replies"][0])
+                   for line, fact in zip(added, hidden))
     del rows[0]["task"]["family"], rows[0]["task"]["facts"]
     for rows_in, line in ((path, "rows: is the input"), (write(tmp_path / "out", rows), f"out: --kind {kind} needs")):
         with pytest.raises(InputError, match=line):
