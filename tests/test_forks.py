@@ -144,11 +144,16 @@ def test_each_token_has_the_advantage_of_its_turn_and_is_an_action():
     assert one.items == two.items == [[common.Row([5, 6, 7, 8, 9], [-1, 0, 1, -1, 2])]]
 
 
-def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path):
-    """Dialogues of another agent, at another temperature or by --best-of are counted."""
+def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path, tiny):
+    """Of the dialogues that fit. Those of another agent, at another temperature or by --best-of are counted."""
     rows = read(few)
+    lasts = [row["dialogue_history"][-1] for row in rows]
+    lengths = [len(encode(tiny[1], last["input"]) + last["output_ids"]) for last in lasts]
+    longest = sorted(lengths)[12]
     changed = [rows[0] | {"agent": "theirs"}, rows[1] | {"temperature": 0.5}, rows[2] | {"best_of": 2}, *rows[3:]]
-    printed = call(grpo, *flags(write(tmp_path / "rows", changed), tmp_path / "g", "--batch-size", 18))
+    printed = call(grpo, *flags(write(tmp_path / "rows", changed), tmp_path / "g", "--batch-size", 18,
+                               "--max-length", longest))
+    rows = [row for row, length in zip(rows, lengths) if length <= longest]
     first = read(tmp_path / "g" / "metrics.jsonl")[0]
     advantages = grpo.turn_advantages([float(row["reward"] == 1) for row in rows], None,
                                       [row["task_id"] for row in rows], False)
@@ -160,7 +165,7 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["clipped"] == 0
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-4)
     num_left_out = advantages.count(None)
-    assert num_left_out and f"{num_left_out} of 18 trajectories are left out" in printed
+    assert num_left_out and f"{num_left_out} of {len(rows)} trajectories are left out" in printed
     assert (f"of 18 trajectories 1 are of another agent than --model {BASE}, and 2 not sampled at temperature 1 "
             "without --best-of") in printed
 
@@ -220,7 +225,8 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
     def logp_of_answer(history):
         return token_logps_after(tiny, prompt_of(history), answer).sum().item()
     with backend.Environment() as world:
-        worths = gain.worths(world, [row], critic, tiny[1], 4096)[0]
+        other = {**row, "prompt": prompt_of(turns("?"))}
+        _, worths = gain.worths(world, [other, row], critic, tiny[1], 4096)
         for text, worth in zip(texts[:2], worths):
             asked = turns(task["problem_description"], text)
             asked.append(gain.reply_to(task, asked, world))
@@ -230,17 +236,23 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
 
 
 def test_questions_of_gain_are_worth_at_least_0(runs):
-    rows = read(runs["gain"][2] / "scored.jsonl")
-    worths = [worth for row in rows for candidate, worth in zip(row["candidates"], row["advantages"])
-              if backend.turn_kind(row["task"], row["history"], candidate["text"]) in ("needed", "repeat")]
-    assert min(worths) >= 0 and max(worths) > 0.5
+    worths = [(worth, backend.MARKER in candidate["text"]) for row in read(runs["gain"][2] / "scored.jsonl")
+              for candidate, worth in zip(row["candidates"], row["advantages"])]
+    questions = [worth for worth, is_answer in worths if not is_answer]
+    assert min(questions) >= 0 and max(questions) > 0.5
+    assert any(worth for worth, is_answer in worths if is_answer)    # the reference does not see c
 
 
 # --- answers
 
-def test_right_answers_are_a_further_term(runs):
+def test_right_answers_are_a_further_term(runs, monkeypatch):
     logps = torch.tensor([[-3.0, -5.0], [-8.0, 0.0], [-4.0, -1.0], [-1.0, 0.0]])
-    assert answers.answer_nlls(logps, torch.tensor([[3, 1], [4, 0], [2, 5], [2, 0]])).tolist() == [2, .5]
+    lengths = torch.tensor([[3, 1], [4, 0], [2, 5], [2, 0]])
+    monkeypatch.setattr(stage(4), "preference_losses", lambda *_: {"loss": torch.tensor([7.0, 8.0])})
+    examples = [argparse.Namespace(pairs=[0] * num_pairs) for num_pairs in (4, 1)]               # once for each pair
+    batch, args = argparse.Namespace(lengths=lengths), argparse.Namespace(answer_coef=0.5)
+    losses = answers.answers_losses(lambda _: logps, batch, examples, None, args)
+    assert losses["loss"].tolist() == [7 + 0.5 * 4 * 2, 8 + 0.5 * 0.5]
     first = read(runs["answers"][2] / "metrics.jsonl")[0]
     assert first["answer_nll"] > 0.001
     assert first["loss"] == pytest.approx(math.log(2) + 0.5 * first["answer_nll"], abs=1e-5)
@@ -282,3 +294,4 @@ def test_in_the_last_round_every_candidate_is_an_answer():
         {"text": text, "ids": [1], "ended": True} for text in ("Which one?", f"{backend.MARKER}\nx")]}
     assert answers.answering_candidates({**row, "max_rounds": 2}) == [1]
     assert answers.answering_candidates({**row, "max_rounds": 1}) == [0, 1]                      # as 02 takes it
+    assert gain.prompt_after({**row, "max_rounds": 1}, "Which one?", None, None) is None
