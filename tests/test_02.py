@@ -126,6 +126,9 @@ def test_the_rule_based_human_knows_what_it_is_asked_and_a_model_s_prompt_swaps_
         return asyncio.run(human.rule_reply(task, turns("", question), random.Random(0)))
     assert all(reply_to(fact["questions"][0]) in fact["replies"] for fact in task["facts"])
     assert reply_to("Hello!") in UNCLEAR
+    first, second, third = ([fact["replies"], fact["questions"][0]] for fact in task["facts"][:3])
+    replies = reply_to(f"{first[1]} {second[1]} {third[1]}")         # of at most two facts
+    assert replies in [f"{one} {two}" for one in first[0] for two in second[0]]
     messages = asyncio.run(human.simulator_chat(task, turns("P", "q", "r", "q2")))
     assert [(m["role"], m["content"]) for m in messages[1:]] == [("user", "q"), ("assistant", "r"), ("user", "q2")]
     assert task["ground_truth"] in messages[0]["content"]
@@ -257,10 +260,10 @@ def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace
     numbers_as_x = re.sub(r"\d+\.\d+", "x", line)
     assert numbers_as_x.startswith("success x | tests x | all known x | rounds x | ")
     signature = rows[0]["task"]["ground_truth"].split("\n")[0]
-    history = rows[0]["dialogue_history"] = turns("Do it.", "?", signature, "?", signature, "pass")
+    history = rows[0]["dialogue_history"] = turns("Do it.", "?", signature, "?", signature, "?", "No.", "pass")
     history[2]["tool"], history[4]["leak"] = True, "signature"
-    assert "100.0% of the simulator's replies leak code" in rollout.summary(write(tmp_path / "rows", rows[:1]))
-    assert stage(5).measure_leaks(rows[:1], backend) == {"leaks": 1.0, "leaks_by_kind": {"signature": 1}}
+    assert "50.0% of the simulator's replies leak code" in rollout.summary(write(tmp_path / "rows", rows[:1]))
+    assert stage(5).measure_leaks(rows[:1], backend) == {"leaks": 0.5, "leaks_by_kind": {"signature": 1}}
 
 
 # --- dialogues that outgrow the model

@@ -175,6 +175,9 @@ def test_what_a_person_says_after_the_answer_changes_nothing(workspace):
     metrics = measured({"a": rows, "b": thanked})
     for key in ("all_known", "success_when_not_known", "forced_answers", "turns"):
         assert metrics["a"][key] == metrics["b"][key]
+    num_tokens = [len(turn["output_ids"]) for row in rows for turn in row["dialogue_history"][1::2]]
+    assert metrics["a"]["mean_rounds"] == metrics["b"]["mean_rounds"] == len(num_tokens) / 12
+    assert metrics["a"]["turn_tokens"] == sum(num_tokens) / len(num_tokens)
 
 
 def test_curves_are_named_by_label_and_number_and_ranks_correlate():

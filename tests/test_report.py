@@ -92,6 +92,7 @@ def test_turn_advantages_by_hand():
             for own in ([0.5, -0.25], [0.25, 0.0], None)]
     shares = measure_turns(rows, backend)
     assert shares["turns"] == {"needed": 0.5, "vague": 0.5} and shares["all_known"] == 1
+    assert measure_turns([{**rows[0], "dialogue_history": history[:2]}], backend)["all_known"] == 0      # asked last
     found = advantage_summary(rows)
     first, second = {"n": 2, "mean": 0.375}, {"n": 2, "mean": -0.125}
     assert found == {"mean": 0.25, "too_long": 1, "by_kind": {"needed": first, "vague": second},
