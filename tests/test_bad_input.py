@@ -126,7 +126,7 @@ def template_task(name):
 
 OWN = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "reward": 1}
 ROWS = [("tasks", None, text, message) for text, message in (                       # (what, path, its value, the line)
-    ("NaN", "a number, not an object"), ("[" * 5000 + "]" * 5000, "not JSON"),
+    ("NaN", "a number, not an object"), ("[" * 100_000 + "]" * 100_000, "not JSON"),
     ('{"sample": ' + "9" * 4400 + "}", "not JSON"), ('{"a": 1} {"b": 2}', "not JSON (Extra data")
 )] + [("backend", *case) for case in (
     (("problem_description",), 1, '"problem_description" is an integer, not a string'),

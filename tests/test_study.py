@@ -23,7 +23,7 @@ change_c, plot, study, table = (importlib.import_module(f"scripts.{name}")
                                 for name in ("change_c", "plot", "study", "table"))
 CHAIN = ["base", "rft", "mtdpo", "sweet"]
 INPUTS = "trajectories", "tasks", "critic", "candidates", "agent", "gates", "model"
-NO_FILES = None, "untrained", "models/tiny", "models/tiny_sql", "models/tiny_pages", "out/real/base/model"
+NO_FILES = None, False, "untrained", "models/tiny", "models/tiny_sql", "models/tiny_pages", "out/real/base/model"
 
 
 def parse(words):
