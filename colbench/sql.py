@@ -631,9 +631,11 @@ class Environment(backend.Environment):
 
     async def simulator_chat(self, task, history):
         """Without looks: their rows, which a query can make say anything, would stand there as the user's own words."""
-        rounds = zip(history[1::2], [*history[2::2], None])
-        talk = [turn for said in rounds if query_of(said[0]["content"]) is None for turn in said if turn]
-        return await super().simulator_chat(task, history[:1] + talk)
+        talk = history[:1]
+        for place in range(1, len(history), 2):
+            if query_of(history[place]["content"]) is None:
+                talk += history[place:place + 2]                     # the agent's turn and its reply
+        return await super().simulator_chat(task, talk)
 
     def look(self, task, query):
         """The rows of a query on the example database, as a table or an error."""

@@ -163,9 +163,11 @@ def whole_query(text):
     query = text[:end_of(text)].strip()
     query = re.sub(r"(?:\s*</?[a-z]+>)+\Z", "", query)
     query = re.sub(r"(?<=[\w)'])(?:\.|\*\*|\.\*\*)\Z", "", query)    # the full stop of a sentence, bold letters
-    depth = 0
-    while depth < MAX_DEPTH and (inner := without_parentheses(query)) is not None:
-        query, depth = inner, depth + 1
+    for _ in range(MAX_DEPTH):
+        inner = without_parentheses(query)
+        if inner is None:
+            break
+        query = inner
     return query
 
 
