@@ -233,10 +233,14 @@ def test_a_name_of_two_references_is_refused(tmp_path):
 
 # --- devices: FakeTensorMode shows faults without a GPU, as it refuses tensors of two devices
 
+needs_cuda_build = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a build of torch without CUDA")
+
+
 def fake_model():
     return LlamaForCausalLM(LlamaConfig.from_pretrained(BASE, num_hidden_layers=1)).eval()
 
 
+@needs_cuda_build
 @pytest.mark.parametrize("prompt_length", [None, 2], ids=["rows", "trees"])
 @pytest.mark.parametrize("has_head", [False, True], ids=["lm", "head"])
 def test_a_scorer_on_fake_cuda_mixes_no_devices(has_head, prompt_length):
@@ -249,6 +253,7 @@ def test_a_scorer_on_fake_cuda_mixes_no_devices(has_head, prompt_length):
     assert values.device.type == "cuda" and values.shape == (2, 2)
 
 
+@needs_cuda_build
 def test_a_decoding_step_on_fake_cuda_mixes_no_devices():
     """It waits for no values either, which fake tensors lack: CUDA graphs need this."""
     with FakeTensorMode(), torch.no_grad():
