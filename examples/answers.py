@@ -102,7 +102,7 @@ def turns_of_right_answers(trajectories, path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# pairs that choose no early answer
+# pairs that choose no unproven answer
 
 def allowed_pairs(right_turns, row, pairs_per_turn, rng):
     """04's candidate_pairs, which may choose an answer in the `right_turns` (turns_of_right_answers) alone."""
@@ -125,7 +125,7 @@ def answering_candidates(row):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def answers_examples(trajectories, tokenizer, args, run):
-    """As 04's sweet_examples, with right answers, and with pairs that choose no early answer."""
+    """As 04's sweet_examples, with right answers, and with pairs that choose no unproven answer."""
     domain = domain_of(trajectories[0]["task"])
     critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
     if args.answer_coef or args.answers_by_outcome:
