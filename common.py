@@ -743,7 +743,9 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
     if tokenizer and not critic.is_visual:
         if tokenizer_name(models.load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
             raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
-    if critic.head == "lm":
+    if models.is_adapter(folder):
+        models.check_base(folder)
+    elif critic.head == "lm":
         models.check_weights(folder, critic.reference, note.get("reference_fingerprint"))
     return critic
 

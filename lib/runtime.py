@@ -389,6 +389,8 @@ def begin_output(arguments, out, inputs, folder=False):
     if begun_files(out, folder) and not arguments["overwrite"]:
         say(f"{out}: continues an interrupted run")
         return
+    if folder:
+        (out / "COMPLETED").unlink(missing_ok=True)                 # first: a kill in the loop leaves no whole output
     for old in begun_files(out, folder):
         if old.is_dir():
             shutil.rmtree(old)

@@ -175,7 +175,8 @@ class Run:
         path = files[0]
         if self.round > 1:
             path = self.folder / f"{self.name}-all.jsonl"
-            rows = b"".join(file.read_bytes() for file in files)
+            # Rounds may share tasks, and each counts "sample" from 0: without this key their order numbers them.
+            rows = b"".join(re.sub(rb'"sample": \d+, ', b"", file.read_bytes()) for file in files)
             with locks[path]:
                 if not path.exists() or path.read_bytes() != rows:   # a newer file would train its critic again
                     path.write_bytes(rows)

@@ -5,6 +5,7 @@ import importlib
 import json
 import operator
 import os
+import pathlib
 import re
 import shlex
 import shutil
@@ -273,7 +274,11 @@ def test_overwrite_spares_what_is_no_place_for_an_output_and_removes_what_anothe
         for overwrite in ([], ["--overwrite"]):
             line = refused(number, *words.replace("DEMOS", str(demos)).split(), "--out", out, *overwrite)
             assert line.startswith(message) and contents(tmp_path) == before, line
+    removed, unlink = [], pathlib.Path.unlink
+    monkeypatch.setattr(pathlib.Path, "unlink",
+                        lambda path, **options: removed.append(path.name) or unlink(path, **options))
     call(5, f"b={demos}", "--out", "R", "--overwrite")
+    assert removed[0] == "COMPLETED"                                # a kill from then on leaves no whole output
     assert {"R/scored/b.jsonl"} == {name for name in contents(tmp_path) if name.startswith("R/scored")}
 
 

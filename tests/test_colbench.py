@@ -191,8 +191,11 @@ def test_all_stages_take_it(path, tmp_path):
     call(4, "--method", "mtdpo", *flags, "--out", tmp_path / "mtdpo")
     call(4, "--method", "sweet", *flags, "--critic", tmp_path / "critic", "--max-new-tokens", 8, "--num-candidates", 4,
          "--out", tmp_path / "sweet")
-    printed = call(5, f"mine={path}", "--critic", tmp_path / "critic", "--out", tmp_path / "report")
+    printed = call(5, f"mine={path}", "--critic", tmp_path / "critic", "--out", tmp_path / "report",
+                   "--export", "messages")
+    again = read_trajectories(tmp_path / "report" / "export" / "mine.jsonl")
+    assert [row["task_id"] for row in again] == [row["task_id"] for row in read_trajectories(path)]
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["mine"]
-    assert metrics["mean_reward"] == 0.5 and metrics["n"] == 16 and "0.500" in printed
+    assert metrics["mean_reward"] == 0.5 and metrics["n"] == 16 and "0.500" in printed and "leaks" not in metrics
     page = (tmp_path / "report" / "report.html").read_text()
     assert "the price of 3" in page and "12 and <script>" not in page

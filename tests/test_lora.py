@@ -242,6 +242,12 @@ def test_a_head_is_trained_beside_the_adapter(data, tmp_path, tiny):
     assert loaded.ref_scorer is None and loaded.scorer.head.weight.abs().max() > 1e-3
     assert largest_b(adapter(out)) > 1e-3
     assert len(set(outputs_of(loaded.scorer).tolist())) == 2
+    changed = shutil.copytree(BASE, tmp_path / "changed")
+    set_weights(changed, {name: tensor * 1.01 for name, tensor in weights(BASE).items()})
+    config = out / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(BASE), str(changed)))
+    with pytest.raises(InputError, match="changed, whose weights have changed since"):
+        common.read_critic(out, tiny[1], backend)
 
 
 def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tmp_path):

@@ -207,9 +207,9 @@ def test_long_texts_are_cut_many_states_thinned_out_and_numbers_left_out_that_no
 
 def test_advantages_go_with_the_turns():
     trajectory = {"task_id": "x", "run": 2, "sample": 1, "reward": 1, "kinds": ["needed"], "advantages": [0.5],
-                  "dialogue_history": turns("?", "a", "b")}
+                  "task": {"ground_truth": "c"}, "dialogue_history": turns("?", "a", "b")}
     trajectory["dialogue_history"][1]["truncated"] = True
-    row = {"messages": [{"role": "system", "content": "s"}, *turns("?", "a", "b")],
+    row = {"messages": [{"role": "system", "content": "s"}, *turns("?", "a", "b")], "c": "c",
            "method": "n", "task_id": "x", "run": 2, "sample": 1, "reward": 1.0, "advantage": 0.5, "advantages": [0.5],
            "kinds": ["needed"]}
     assert as_messages("n", trajectory, "s") == row

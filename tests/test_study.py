@@ -204,7 +204,7 @@ def test_each_round_goes_on_with_the_agent_of_the_one_before(call, monkeypatch):
     assert commands["o/seed3/exchanged@2"]["trajectories"] == "o/seed3/exchanged@2-offline-exchanged.jsonl"
     assert commands["o/seed3/exchanged@2"]["candidates"] is None               # those of sweet are of another model
     for name in ("offline", "exchanged@2-offline"):                            # the c that it ranks by
-        pathlib.Path(f"o/seed3/{name}-exchanged.jsonl").write_text(f"{name}\n")
+        pathlib.Path(f"o/seed3/{name}-exchanged.jsonl").write_text(f'"sample": 0, {name}\n')
     monkeypatch.setattr(study, "run_step", lambda *_, **__: "")
     study.main([*words, "--out", "o"])
     assert pathlib.Path("o/seed3/exchanged@2-all.jsonl").read_text() == "offline\nexchanged@2-offline\n"

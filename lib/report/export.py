@@ -14,13 +14,14 @@ def export(folder, files, system_of):
 
 
 def as_messages(name, trajectory, system):
-    """A row: "messages", what is known of the dialogue, and "advantages" and "kinds" of the agent's turns in order.
+    """A row: "messages", "c", what is known of the dialogue, "advantages" and "kinds" of the agent's turns in order.
 
     What is not known is None."""
     kinds, advantages = trajectory["kinds"], trajectory.get("advantages")
     turns = [{"role": "system", "content": system}, *trajectory["dialogue_history"]]
     return {
         "messages": [sent_message({"role": turn["role"], "content": turn["content"]}) for turn in turns],
+        "c": trajectory["task"]["ground_truth"],
         "method": name,
         "task_id": trajectory["task_id"],
         "run": trajectory.get("run", 0),
