@@ -103,6 +103,7 @@ def imitation_losses(scorer, batch, examples, start_logps, args):
 # ---------------------------------------------------------------------------------------------------------------------
 # sweet: the states in which actions are compared
 
+NAME = "task_id", "sample", "run", "turn"      # what names a state; "run" of several runs that 05 has joined
 SCORED_TOGETHER = 64            # states of a block; a killed run repeats at most one
 
 # The rows of candidates.jsonl, for one of another run (--candidates)
@@ -146,18 +147,18 @@ def read_states(trajectories, tokenizer, args, critic_sees_c):
 def states_of(trajectory, turns):
     """The states of a trajectory, one for each agent turn. turns: its common.agent_turns."""
     history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
+    dialogue = {key: trajectory[key] for key in NAME if key in trajectory}
     states = []
     for number, place in enumerate(agent_places(history)):
         prompt, _ = turns[number]
-        states.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
-                       "task": trajectory["task"], "prompt": prompt, "history": history[:place],
-                       "max_rounds": trajectory.get("max_rounds", 10)})
+        states.append({**dialogue, "turn": number, "task": trajectory["task"], "prompt": prompt,
+                       "history": history[:place], "max_rounds": trajectory.get("max_rounds", 10)})
     return states
 
 
 def name_of(state):
     """What names a state, its candidates and its random numbers."""
-    return state["task_id"], state["sample"], state["turn"]
+    return tuple(state[key] for key in NAME if key in state)
 
 
 def read_candidates(path, states, num_candidates):
@@ -277,7 +278,7 @@ def candidate_pairs(row, pairs_per_turn, rng, barred=()):
 
 def as_pair(row, chosen, rejected):
     """A row of pairs.jsonl: a state with two of its candidates, given by number."""
-    pair = {key: row[key] for key in ("task_id", "sample", "turn", "prompt")}
+    pair = {key: row[key] for key in (*NAME, "prompt") if key in row}
     for side, number in (("chosen", chosen), ("rejected", rejected)):
         pair[side] = {**row["candidates"][number], "advantage": row["advantages"][number]}
     return pair

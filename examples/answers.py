@@ -95,7 +95,7 @@ def turns_of_right_answers(trajectories, path):
     for trajectory in trajectories:
         if domain_of(trajectory["task"]).eval_score(trajectory) == 1:
             num_turns = len(agent_places(trajectory["dialogue_history"]))
-            names.add((trajectory["task_id"], trajectory["sample"], num_turns - 1))
+            names.add(policy.name_of({**trajectory, "turn": num_turns - 1}))
     if not names:
         raise InputError(f"{path}: --answers-by-outcome: no successful dialogue")
     return names

@@ -116,6 +116,9 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
                 for number, turn in enumerate(t["dialogue_history"][1::2])]
     assert [(state["task_id"], state["turn"], state["prompt"]) for state in states] == expected
     assert [len(state["history"]) for state in states] == [1 + 2 * state["turn"] for state in states]
+    args.data_frac, runs = 1, [{**trajectories[0], "run": run} for run in (0, 1)]         # as 05 joins them
+    names = [policy_stage.name_of(state) for state in policy_stage.read_states(runs, tiny[1], args, True)]
+    assert len(set(names)) == len(names) == 2 * trajectories[0]["num_rounds"]
 
 
 # --- sweet

@@ -108,7 +108,7 @@ def test_candidates_get_their_pairs_and_kinds_by_hand(tmp_path):
     candidates = [{"text": "a1", "ids": [1]}, {"text": "<think>b</think>a2", "ids": [2]}, {"text": "b", "ids": [2]}]
     first = {"task_id": "x", "sample": 0, "turn": 0, "task": {}, "history": [], "candidates": candidates,
              "advantages": [3, 2, 2]}
-    second = first | {"turn": 1, "history": ["x"], "candidates": candidates[2:], "advantages": [0.5]}
+    second = first | {"run": 1, "history": ["x"], "candidates": candidates[2:], "advantages": [0.5]}
     write(tmp_path / "scored.jsonl", [first, second])
     write(tmp_path / "pairs.jsonl", 2 * [first | {"chosen": {"ids": [2]}, "rejected": {"ids": [1]}}])
     states = read_states(tmp_path)

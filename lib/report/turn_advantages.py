@@ -61,7 +61,7 @@ def read_states(folder):
 
 
 def name_of(row):
-    return row["task_id"], row["sample"], row["turn"]
+    return row["task_id"], row["sample"], row.get("run"), row["turn"]
 
 
 def kind_lines(states, domain):
