@@ -109,10 +109,10 @@ def gain_examples(trajectories, tokenizer, args, run):
 
 def with_agents(rows, trajectories):
     """The rows with what the agent's prompt after a reply is made with (common.prompt_text)."""
-    by_name = {policy.name_of({**trajectory, "turn": 0}): trajectory for trajectory in trajectories}
+    by_name = {policy.name_of(trajectory): trajectory for trajectory in trajectories}
     prepared = []
     for row in rows:
-        trajectory = by_name[policy.name_of({**row, "turn": 0})]
+        trajectory = by_name[policy.name_of(row)[:-1]]               # without the turn
         system = common.shown_system(trajectory)
         arguments = common.template_args(trajectory)
         prepared.append({**row, "system_prompt": system, "chat_template_args": arguments})

@@ -176,7 +176,7 @@ class Run:
         if self.round > 1:
             path = self.folder / f"{self.name}-all.jsonl"
             # Rounds may share tasks, and each counts "sample" from 0: without this key their order numbers them.
-            rows = b"".join(re.sub(rb'"sample": \d+, ', b"", file.read_bytes()) for file in files)
+            rows = re.sub(rb'"sample": \d+, ', b"", b"".join(file.read_bytes() for file in files))
             with locks[path]:
                 if not path.exists() or path.read_bytes() != rows:   # a newer file would train its critic again
                     path.write_bytes(rows)
