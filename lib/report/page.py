@@ -1,13 +1,12 @@
 """The page that 05 writes: its data, and report.html with its style and script (jinja2).
 
-Models wrote most of what the page shows. Their texts stand in one JSON element (as_json), and the script makes text
+Models wrote most of what the page shows. Their texts stand in one JSON element (tojson), and the script makes text
 nodes of them; the page's policy lets no other script run."""
 import base64
 import collections
 import hashlib
 import io
 import itertools
-import json
 import math
 import pathlib
 import random
@@ -184,15 +183,6 @@ def size_of(trajectory):
 # ---------------------------------------------------------------------------------------------------------------------
 # the page
 
-ESCAPES = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
-
-
-def as_json(value):
-    """A value as JSON that can stand in a script element."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(str.maketrans(ESCAPES))
-
-
 def screenshots(data, folder):
     """{name: data URL} of the screenshots that tasks and dialogues name "../images/NAME", NAME being a file of
     `folder`, scaled down to at most 320 x 640."""
@@ -227,12 +217,13 @@ def write_report(path, data, images, **variables):
     from markupsafe import Markup
     folder = pathlib.Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
     script = (folder / "page.js").read_text(encoding="utf-8")
     page = environment.get_template("page.html").render(
         **variables,
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup((folder / "page.css").read_text(encoding="utf-8")),
-        data_json=Markup(as_json({**data, "images": screenshots(data, images)})))
+        data={**data, "images": screenshots(data, images)})
     with whole_file(path) as file:
         file.write(page)
