@@ -60,10 +60,8 @@ TRAJECTORY = record(
     {"task": dict, "dialogue_history": list_of(TURN), "answer": str},
     {"task_id": nullable(label), "sample": int, "reward": nullable(REWARD), "max_rounds": whole(1),
      "num_rounds": int, "system_prompt": str, "chat_template_args": dict, "agent": nullable(label),
-     "simulator": nullable(label), "critic": nullable(label), "tokenizer": nullable(str),
-     "informed": nullable(bool), "best_of": whole(1), "run": whole(0), "similarity": str,
-     "image": nullable(label), "reference_image": nullable(label), "render_fault": nullable(str),
-     "continuation": int, "no_room": bool,
+     "tokenizer": nullable(str), "informed": nullable(bool), "best_of": whole(1), "run": whole(0), "similarity": str,
+     "image": nullable(label), "reference_image": nullable(label), "render_fault": nullable(str), "no_room": bool,
      "branch": record({"sample": int, "turn": whole(0), "candidate": int}, {"run": whole(0)})})
 
 
