@@ -214,16 +214,15 @@ def write_report(path, data, images, **variables):
     [line], tables {heading: text}, plots [(title, SVG, caption)], advantages (None, or advantage_summary of
     all)."""
     from jinja2 import Environment, FileSystemLoader
-    from markupsafe import Markup
     folder = pathlib.Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
     script = (folder / "page.js").read_text(encoding="utf-8")
     page = environment.get_template("page.html").render(
         **variables,
-        script=Markup(script),
+        script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=Markup((folder / "page.css").read_text(encoding="utf-8")),
+        style=(folder / "page.css").read_text(encoding="utf-8"),
         data={**data, "images": screenshots(data, images)})
     with whole_file(path) as file:
         file.write(page)
