@@ -18,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402  the repository's modules, wherever this is started
 from colbench import ColBenchError, domain_of, task_id  # noqa: E402
 from lib import data, statistics  # noqa: E402
-from lib.flags import argument_parser, text_flag  # noqa: E402
+from lib.flags import add_reference, argument_parser, text_flag  # noqa: E402
 from lib.models import encode, end_of_turn, load_model, load_tokenizer, tokenizer_name  # noqa: E402
 from lib.runtime import InputError, run_stage, say, start, write_json  # noqa: E402
 
@@ -113,13 +113,14 @@ def return_correlation(points, returns, scores):
 
 def measure_ranks(args, trajectories, domain, device):
     """return_correlation of a critic on dialogues of 02 --branch."""
-    critic = common.read_critic(args.critic, None, domain)
+    critic = common.read_critic(args.critic, None, domain, args.reference_sees_c)
     if critic.is_visual:
         raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
     tokenizer = load_tokenizer(args.critic)
     if tokenizer_name(tokenizer) != trajectories[0].get("tokenizer"):
         raise InputError(f"{args.trajectories}: the agent's tokenizer is not the one of {args.critic}")
     points, returns = decision_points(args.trajectories, trajectories, domain)
+    say(common.critic_line(critic))
     critic = common.load_critic(critic, common.load_whole(device))
     scores = common.score_actions(critic, tokenizer, points, MAX_TOKENS)
     return return_correlation(points, returns, scores)
@@ -143,6 +144,7 @@ def parse_args(argv=None):
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--gates", type=text_flag, metavar="MODEL", help="the model whose gates are measured")
     what.add_argument("--critic", type=text_flag, metavar="DIR", help="the critic (03) whose ranks are measured")
+    add_reference(parser)
     return parser.parse_args(argv)
 
 

@@ -135,9 +135,11 @@ def test_the_correlation_with_returns_by_hand():
     assert of_one_task == {"rank_correlation": pytest.approx(1), "num_states": 1}          # and no interval
 
 
-def test_a_critic_is_measured_by_monte_carlo_returns(branches, regression_critic, tmp_path):
+def test_a_critic_is_measured_by_monte_carlo_returns(branches, critic, regression_critic, tmp_path):
     rows, returns_of = read(branches[0]), {}
     words = ["--trajectories", branches[0], "--critic", regression_critic, "--out", tmp_path / "out"]
+    blind = [*words[:2], "--critic", critic, "--reference-sees-c", "no", "--out", tmp_path / "blind"]
+    assert "log p(a|o, c) - log p_ref(a|o), a mean over" in call(critics, *blind)
     printed = call(critics, *words)
     ranks = json.loads((tmp_path / "out" / "ranks.json").read_text())
     assert f"{regression_critic}: rank correlation {ranks['rank_correlation']:.3f} [" in printed
