@@ -35,6 +35,7 @@ from typing import Callable
 
 import common
 from colbench import ColBenchError, domain_of, task_id
+from colbench.defaults import nothing
 from colbench.schema import table_of
 from lib import data, flags, runtime
 from lib.models import load_tokenizer, tokenizer_name
@@ -349,8 +350,9 @@ def summary(path):
     if "forced_answers" in measured:
         parts.append(f"{measured['forced_answers']:.1%} ended by --max-rounds")
     parts += [f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
-              f"{num_truncated} turns stopped by --max-new-tokens",
-              f"{leak_frac:.1%} of the simulator's replies leak code"]
+              f"{num_truncated} turns stopped by --max-new-tokens"]
+    if domain.leak_of is not nothing:
+        parts.append(f"{leak_frac:.1%} of the simulator's replies leak code")
     return " | ".join(parts)
 
 

@@ -297,7 +297,7 @@ def pairs_of(rows, tokenizer, args, run, choose=candidate_pairs):
         write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
     fitting = [pair for pair in pairs if pair_length(pair, tokenizer) <= args.max_length]
     counts = (f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for (others: two equal actions, or "
-              f"fewer than two that ended), {num_cut:,} candidates stopped by --max-new-tokens were left out; "
+              f"fewer than two to choose from), {num_cut:,} candidates stopped by --max-new-tokens were left out; "
               f"{len(pairs) - len(fitting):,} pairs are longer than --max-length {args.max_length}")
     if not fitting:
         raise InputError(f"{args.trajectories}: no examples to train on: {counts}")

@@ -264,7 +264,7 @@ def add_turn_advantages(metrics, files, critic, device):
     for name in files:
         metrics[name]["turn_advantages"] = advantage_summary(files[name])
     if None in of_turns:
-        say(f"{of_turns.count(None):,} dialogues have no turn advantages: no list, or longer than the critic takes")
+        say(f"{of_turns.count(None):,} dialogues have no turn advantages")
     return advantage_summary(trajectories)
 
 

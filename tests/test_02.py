@@ -13,6 +13,7 @@ import pytest
 
 import common
 from colbench import backend
+from colbench.defaults import nothing
 from colbench.dialogue import UNCLEAR
 from conftest import BASE, begin, call, killed, Partial, read, refused, stage, succeed, turns, write
 from lib.data import read_trajectories
@@ -247,7 +248,7 @@ def test_dialogues_of_one_task_id_are_numbered_through():
     assert parsed("--single-turn").max_rounds == 1
 
 
-def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace, tmp_path):
+def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace, tmp_path, monkeypatch):
     """One of four lacks the marker: the second ends with it, for the third no further turn fits, the fourth does both.
     A tool is no simulator whose replies could leak."""
     rows = read(workspace / "offline.jsonl")[:4]
@@ -264,6 +265,8 @@ def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace
     history[2]["tool"], history[4]["leak"] = True, "signature"
     assert "50.0% of the simulator's replies leak code" in rollout.summary(write(tmp_path / "rows", rows[:1]))
     assert stage(5).measure_leaks(rows[:1], backend) == {"leaks": 0.5, "leaks_by_kind": {"signature": 1}}
+    monkeypatch.setattr(backend, "leak_of", nothing)                            # as in a domain that cannot tell one
+    assert "leak" not in rollout.summary(tmp_path / "rows")
 
 
 # --- dialogues that outgrow the model

@@ -95,7 +95,7 @@ def test_turn_advantages_by_hand():
     assert measure_turns([{**rows[0], "dialogue_history": history[:2]}], backend)["all_known"] == 0      # asked last
     found = advantage_summary(rows)
     first, second = {"n": 2, "mean": 0.375}, {"n": 2, "mean": -0.125}
-    assert found == {"mean": 0.25, "too_long": 1, "by_kind": {"needed": first, "vague": second},
+    assert found == {"mean": 0.25, "unscored": 1, "by_kind": {"needed": first, "vague": second},
                      "by_round": {"1": first, "2": second}}
     many = advantage_summary([{"kinds": [None] * 12, "advantages": [0.5] * 12}])
     assert list(many["by_round"]) == list(map(str, range(1, 13))) and many["by_kind"] == {}

@@ -12,7 +12,7 @@ from lib.statistics import aligned, average_ranks, mean
 def advantage_summary(trajectories):
     """The turn advantages of dialogues (after measure_turns), by "advantages":
 
-    {"mean": of the dialogues' sums, "too_long": how many dialogues have none,
+    {"mean": of the dialogues' sums, "unscored": how many dialogues have none,
      "by_kind", "by_round": {kind or round: {"n", "mean"} of the turns}}; no kinds where the tasks state none."""
     by_kind = collections.defaultdict(list)
     by_round = collections.defaultdict(list)
@@ -26,7 +26,7 @@ def advantage_summary(trajectories):
                 by_kind[kind].append(advantage)
     return {
         "mean": sum(sums) / max(1, len(sums)),
-        "too_long": len(trajectories) - len(sums),
+        "unscored": len(trajectories) - len(sums),
         "by_kind": number_and_mean(by_kind),
         "by_round": number_and_mean(by_round),
     }
