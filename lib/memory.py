@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 from lib import models
 from lib.runtime import InputError, one_line, say
 
+USABLE_OF_80_GB = 76e9
+
 
 class Ledger(TorchDispatchMode):
     """Bytes of activations, which are all storages made while the mode is on, for as long as they live; bytes of
@@ -172,3 +174,5 @@ def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
         raise InputError(f"{name}: no plan of the memory of a {config.model_type}: {one_line(error)}") from None
     for part, number in plan.items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
+    fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
+    say(f"this step {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
