@@ -66,7 +66,7 @@ def data_of(path):
     """The data of a page, in which no text is markup and no number is NaN or infinite."""
     page = path.read_text(encoding="utf-8")
     assert page.count("<script") == page.count("</script") == 2 and "<img" not in page
-    return json.loads(re.search('id="data">([^<>&]*)</script>', page)[1], parse_constant=pytest.fail)
+    return json.loads(re.search('id="data">([^<>&\u2028]*)</script>', page)[1], parse_constant=pytest.fail)
 
 
 def test_screenshots_of_this_run_are_in_the_page(tmp_path, monkeypatch):

@@ -216,7 +216,7 @@ def write_report(path, data, images, **variables):
     from jinja2 import Environment, FileSystemLoader
     folder = pathlib.Path(__file__).parent
     environment = Environment(loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     script = (folder / "page.js").read_text(encoding="utf-8")
     page = environment.get_template("page.html").render(
         **variables,
