@@ -336,10 +336,8 @@ def summary(path):
     trajectories = runtime.read_rows(path)
     domain = domain_of(trajectories[0]["task"])
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"][1:]]
-    replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
     num_full = sum("no_room" in trajectory for trajectory in trajectories)
     num_truncated = sum("truncated" in turn for turn in turns)
-    leak_frac = sum("leak" in reply for reply in replies) / max(1, len(replies))
     mean_return = mean_over_tasks(trajectories, domain.eval_score)
     measured = {**domain.measure(trajectories), **measure_turns(trajectories, domain)}
     parts = [f"{heading_of(domain.metric(trajectories))} {mean_return:.3f}"]
@@ -352,6 +350,8 @@ def summary(path):
     parts += [f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
               f"{num_truncated} turns stopped by --max-new-tokens"]
     if domain.leak_of is not nothing:
+        replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
+        leak_frac = sum("leak" in reply for reply in replies) / max(1, len(replies))
         parts.append(f"{leak_frac:.1%} of the simulator's replies leak code")
     return " | ".join(parts)
 
