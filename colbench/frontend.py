@@ -42,7 +42,17 @@ def shown(message):
     return message.split(OUTPUT, 1)[1].strip() if OUTPUT in message else message
 
 
-FENCED = re.compile(r"(```++|~~~++)[^\n]*\n(\s*<[!?a-z].*?)(?:\1|\Z)", re.DOTALL | re.IGNORECASE)
+# A document begins where another tag follows: prose names <html>, too. What stands in RAW is text, whatever it says.
+START = r"<(?:!doctype|html)\b[^<>]*>(?:\s|<!--.*?-->)*+(?:<html\b[^<>]*>)?(?=\s*(?:<|\Z))"
+RAW = "|".join((
+    r"<!--.*?(?:-->|\Z)",
+    r"<(?P<raw>script|style|textarea|title|pre|code)\b[^>]*>.*?(?:</(?P=raw)\s*>|\Z)",
+    r"""<[a-z](?:=\s*+(?:"[^"]*+(?:"|\Z)|'[^']*+(?:'|\Z))|[^>])*+"""))         # a tag, whose values may hold tags
+OPENS = r"(?<![`~])(?P<fence>```++|~~~++)[^\n`~]*\n"
+BEGIN = re.compile(rf"{OPENS}(?=\s*<[!?a-z])|{START}", re.DOTALL | re.IGNORECASE)
+CLOSE = r"(?P<close>(?:^[ \t]*|(?<=>)){fence}[`~]*[ \t]*$)"
+NEVER = "(?!)"
+IN_PAGE = rf"(?P<start>(?:{OPENS}\s*)?{START})|(?P<end></html\s*>)|{RAW}"
 DOCUMENT = re.compile(r"<(?:!doctype|html)\b.*", re.DOTALL | re.IGNORECASE)
 TO_ITS_END = re.compile(r".*</html\s*>", re.DOTALL | re.IGNORECASE)
 OPENING_TAG = re.compile(r"<([a-z][a-z0-9]*)\b[^>]*>", re.IGNORECASE)
@@ -52,18 +62,56 @@ CLOSING_TAG = re.compile(r"</([a-z][a-z0-9]*)\s*>", re.IGNORECASE)
 def page_of(text):
     """The HTML page in an agent's turn; None if there is none.
 
-    It is the last fenced block that is a document or, where none is, that begins with a tag. Without one it begins with
-    <!doctype or <html, and goes to the last </html> (or to the end, where the page was cut). Without that it is what
+    It is the last document, in a fence or not or, where none is, the last fenced block that begins with a tag. Without
+    one it begins with <!doctype or <html, and goes to the last </html> (or to the end). Without that it is what
     elements_of finds, where this is more than half of the turn: a question may name a <b>tag</b>, too."""
-    blocks = [block.strip() for _, block in FENCED.findall(text)]
-    if blocks:
-        return next(filter(DOCUMENT.search, reversed(blocks)), blocks[-1])
+    pages = pages_in(text)
+    if pages:
+        return next(filter(DOCUMENT.search, reversed(pages)), pages[-1])
     document = DOCUMENT.search(text)
     if document:
         whole = TO_ITS_END.match(document[0])
         return whole[0] if whole else document[0].strip()
     elements = elements_of(text)
     return elements if elements and 2 * len(elements) > len(text.strip()) else None
+
+
+def pages_in(text):
+    """The documents in a text, and the fenced blocks that begin with a tag."""
+    pages, position = [], 0
+    while begin := BEGIN.search(text, position):
+        first = begin.end() if begin["fence"] else begin.start()
+        last, position = end_of_page(text, first, begin["fence"])
+        pages.append(text[first:last].strip())
+    return pages
+
+
+def end_of_page(text, first, fence):
+    """(Where the page ends that begins at `first`, behind this fence or None; where to look for the next).
+
+    A fence ends at a line of its own, or behind a tag at the end of a line. In a document it is text; it ends only one
+    that has no </html>."""
+    pattern = f"{CLOSE.format(fence=fence or NEVER)}|{IN_PAGE}"
+    parts = re.compile(pattern, re.DOTALL | re.IGNORECASE | re.MULTILINE)
+    is_in_document, document_end, close, end = False, None, None, len(text)
+    for part in parts.finditer(text, first):
+        if part["start"] and (is_in_document or document_end):      # another document
+            end = part.start()
+            break
+        if part["start"]:
+            is_in_document = True
+        elif part["end"]:
+            is_in_document, document_end, close = False, part.end(), None
+            if not fence:
+                break
+        elif part["close"] and not close:
+            close = part
+            if not is_in_document:
+                break
+    if close:
+        return close.start("close"), close.end()
+    end = document_end or end
+    return end, end
 
 
 def elements_of(text):
