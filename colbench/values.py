@@ -23,6 +23,8 @@ CONTAINERS = {                                  # a subclass stands before its b
 DICTS = "dict", "odict", "counter"              # their parts are tuples of two
 UNORDERED = "dict", "counter", "set"
 BRACKETS = {"list": "[{}]", "tuple": "({})", "set": "{{{}}}"}
+SURROGATE = re.compile("[\ud800-\udfff]")        # of which JSON makes one character where two follow each other
+HEAP_TYPE = 1 << 9                              # the flag of a type that was made while the program ran
 WRITTEN_NUMBERS = {"int": re.compile("-?0x[0-9a-f]+"), "ratio": re.compile("-?[0-9]{1,4000}/[1-9][0-9]{0,4000}")}
 
 
@@ -30,7 +32,8 @@ def encode(value, depth=0):
     """A value as JSON data with its type: encode((1, 2.5)) = ["tuple", 1, 2.5].
 
     1 and True are one number, all NaN are one. Subclasses count as their base. Enum members are their class's and their
-    own name. TypeError for a type that cannot be compared."""
+    own name. Types that a module has are that module's and their own name. TypeError for a type that cannot be compared.
+    """
     if depth > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if value is None:
@@ -38,7 +41,8 @@ def encode(value, depth=0):
     if isinstance(value, enum.Enum) and not isinstance(value, (int, str)):
         return ["enum", type(value).__name__, value.name]
     if isinstance(value, str):
-        return str.__str__(value)
+        text = str.__str__(value)
+        return ["text", ascii(text)] if SURROGATE.search(text) else text
     if isinstance(value, (int, float, decimal.Decimal, fractions.Fraction)):
         return encode_number(value)
     if isinstance(value, complex):
@@ -61,7 +65,22 @@ def encode(value, depth=0):
         return ["array", encode(value.shape), *encode_all(value.ravel().tolist(), depth)]
     if numpy and isinstance(value, numpy.generic):
         return encode(value.item(), depth + 1)
+    if isinstance(value, type) and is_of_a_module(value):
+        return ["type", f"{value.__module__}.{value.__qualname__}"]
     raise TypeError(f"a value of type {type(value).__name__} cannot be compared")
+
+
+def is_of_a_module(value):
+    """Whether a type is a name in an imported module, as int and collections.Counter are, or built in without a name,
+    as that of a generator; one that an answer defines has no such name, though others may define it differently."""
+    is_built_in = not value.__flags__ & HEAP_TYPE
+    module = sys.modules.get(value.__module__)
+    if is_built_in or getattr(module, "__spec__", None) is None:
+        return is_built_in
+    found = module
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
 
 
 def encode_all(values, depth):
@@ -103,11 +122,14 @@ def encode_number(value):
 
 def order(data):
     """What to sort data by where their order says nothing: numbers by their size."""
-    if type(data) is list and data[0] not in WRITTEN_NUMBERS:
-        return [3, *map(order, data)]
     if data is None:
         return [0]
-    return [2, data] if type(data) is str else [1, real(data)]
+    if type(data) is str:
+        return [2, data]
+    try:
+        return [1, *map(real, as_complex(data))]
+    except TypeError:                                           # no number
+        return [3, *map(order, data)]
 
 
 def is_encoded(data, depth=0):
@@ -120,6 +142,8 @@ def is_encoded(data, depth=0):
     kind, *parts = data
     if kind in WRITTEN_NUMBERS:
         return len(parts) == 1 and type(parts[0]) is str and WRITTEN_NUMBERS[kind].fullmatch(parts[0]) is not None
+    if kind == "complex" and len(parts) != 2:
+        return False
     if kind in DICTS and not all(type(part) is list and len(part) == 3 for part in parts):
         return False
     return all(is_encoded(part, depth + 1) for part in parts)
@@ -138,8 +162,8 @@ def readable(data):
         if kind == "tuple" and len(parts) == 1:
             items += ","
         return BRACKETS[kind].format(items)
-    if kind == "ratio":
-        return parts[0]
+    if kind in ("ratio", "text"):
+        return str(parts[0]) if parts else ""
     return "nan" if kind == "nan" else f"{kind}({', '.join(map(str, parts))})"
 
 
@@ -158,10 +182,21 @@ def real(data):
     raise TypeError("a comparison of what is no number")
 
 
+def as_complex(data):
+    """[real part, imaginary part] of an encoded number; of all else [data, 0]."""
+    return data[1:] if is_complex(data) else [data, 0]
+
+
+def is_complex(data):
+    return type(data) is list and data[0] == "complex"
+
+
 def equal_values(a, b):
     """Are two values equal by Python's rules, but for the rounding of floats?"""
     if a == b:
         return True
+    if is_complex(a) or is_complex(b):
+        return all(map(equal_values, as_complex(a), as_complex(b)))
     if not type(a) is type(b) is list:
         return float in (type(a), type(b)) and equal_numbers(a, b)
     (kind, *parts), (other_kind, *other_parts) = a, b

@@ -8,6 +8,7 @@ import pathlib
 import random
 import re
 import threading
+from collections import Counter
 
 import pytest
 
@@ -107,11 +108,27 @@ def test_encoding_by_hand():
     assert encode(fractions.Fraction(10 ** 400, 3)) == ["ratio", f"{10 ** 400}/3"]
     assert encode(datetime.timedelta(days=1, seconds=2)) == ["timedelta", 1, 2, 0]
     assert encode(range(2, 9, 3)) == ["range", 3, 2, 5]
-    with pytest.raises(TypeError, match="object cannot be compared"):
-        encode(object())
-    for value in (7, "a", None, [], [1, (2,), {"a": 0.5}], (), {1, 2}, set()):
+    assert encode(Counter) == ["type", "collections.Counter"] and encode(type(None)) == ["type", "builtins.NoneType"]
+    own = type("int", (), {"__module__": "builtins"})               # others could define another of this name
+    for value, name in ((object(), "object"), (own, "type"), (own(), "int")):
+        with pytest.raises(TypeError, match=f"type {name} cannot be compared"):
+            encode(value)
+    assert not is_encoded(["complex"]) and not is_encoded(["complex", 1, 2, 3])
+    for value in (7, "a", None, [], [1, (2,), {"a": 0.5}], (), {1, 2}, set(), "\ud83d\ude00", {"\ud800": 1}):
         assert readable(encode(value)) == repr(value)
     assert readable(encode(range(3))) == "range(3, 0, 1)"
+
+
+def test_types_complex_numbers_and_surrogates_are_graded(scorer):
+    task = task_of("def f(x): return type(x)\ndef g(x): return x ** 0.5\ndef h(x): return list(x)", "f(2)", "g(-4)",
+                   "h('\\ud83d\\ude00')", "f(type('A', (), {})())")
+    right = "class A: pass\nf = type\ndef g(x): return 2j\ndef h(x): return ['\\ud83d', '\\ude00']"
+    wrong = "def f(x): return float\ndef g(x): return 2.1j\ndef h(x): return ['\\ud83d\\ude00']"
+    right, wrong = scorer.score([(task, right), (task, wrong)])
+    assert right.tests == right.gradeable == [True] * 3 + [False] and wrong.tests == [False] * 4
+    pair = task_of("def f(): return '\\ud83d\\ude00'")
+    assert [verdicts(scorer, f"def f(): return {text}", pair) for text in (
+        "'\\ud83d\\ude00'", "'\\U0001f600'")] == [[True], [False]]
 
 
 def test_no_answer_says_that_a_test_cannot_be_graded(scorer):
