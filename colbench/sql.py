@@ -12,8 +12,8 @@ the database shows ("by": "look"). In each round the agent does one of three thi
 The answer (sql_text.py finds the query in it) is run on hidden databases, the reward is the share of them on which it
 gives the rows of the reference. The databases are drawn until likely mistakes show (sql_mutants.py). Rows are a
 multiset, and a list where the reference ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0, and
-fractions are compared to 9 digits and 9 decimals. All SQL of an agent runs in the scorer's confined child program
-(sql_child.py).
+fractions are compared as the scorer compares floats; below 5e-10 they are 0. All SQL of an agent runs in the scorer's
+confined child program (sql_child.py).
 """
 import collections
 import contextlib
@@ -32,6 +32,7 @@ from colbench.schema import list_of, one_of, record, table_of
 from colbench.sql_child import canonical, open_database, select
 from colbench.sql_mutants import agreeing, mutants_of, open_empty
 from colbench.sql_text import is_ordered, LOOK, statement_of, with_ties
+from colbench.values import encode, equal_values
 
 NOUN = "query"
 COLUMNS = (
@@ -563,7 +564,7 @@ def doubt_of(task):
             with contextlib.suppress(sqlite3.Error, ValueError):    # of a compound query tie() is no column
                 results.append(canonical(*select(connection, query), is_ordered(reference)))
             connection.close()
-        if any(result != results[0] for result in results):
+        if not all(equal_values(encode(result), encode(results[0])) for result in results):
             return f"database{number}: the reference leaves the order of its rows open: ties of ORDER BY, or LIMIT"
     return None
 

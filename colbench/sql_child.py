@@ -57,21 +57,43 @@ def select(connection, statement):
     return [column[0] for column in cursor.description], rows
 
 
-def plain_number(cell):
-    """A cell in a form that is equal for equal numbers: whole numbers as int, fractions to 9 digits
-    and 9 decimals, so that what rounding leaves of SUM(a) - SUM(b) is 0."""
+def exact(cell):
+    """A cell in a form in which whole numbers are int, so that they are compared exactly, and what rounding leaves of
+    SUM(a) - SUM(b) is 0."""
+    if not isinstance(cell, float):
+        return cell
+    if abs(cell) < 5e-10:
+        return 0
+    return int(cell) if cell.is_integer() and abs(cell) < 2 ** 53 else cell
+
+
+def rounded(cell):
+    """A cell in a form that is the same for almost all numbers that differ by rounding: to sort by, not to compare."""
+    cell = exact(cell)
     if not isinstance(cell, float):
         return cell
     if 10 ** 9 <= abs(cell) < 2 ** 53:                              # where 9 digits are coarser than whole numbers
         return round(cell)
-    cell = float(f"{round(cell, 9):.9g}")
-    return int(cell) if cell.is_integer() and abs(cell) < 2 ** 53 else cell
+    return exact(float(f"{round(cell, 9):.9g}"))
+
+
+def order_of_row(row):
+    """What to sort a row of rounded cells by: numbers come last, by their size, so that the rounding of one does not
+    decide on the order of rows whose other cells differ."""
+    others, numbers = [], []
+    for cell in row:
+        is_number = isinstance(cell, (int, float))
+        numbers += [cell] if is_number else []
+        others.append(0 if is_number else cell)
+    return repr(others), numbers
 
 
 def canonical(names, rows, ordered):
-    """Rows in a form that is equal for equal results: columns and (unless `ordered`) rows in an order of their own."""
-    rows = [list(map(plain_number, row)) for row in rows]
-    cells = [sorted(repr(row[i]) for row in rows) for i in range(len(names))]
+    """Rows in a form that is equal, but for the rounding of floats, for equal results: columns and (unless `ordered`)
+    rows in an order of their own."""
+    rounded_rows = [list(map(rounded, row)) for row in rows]
+    exact_rows = [list(map(exact, row)) for row in rows]
+    cells = [sorted(repr(row[i]) for row in rounded_rows) for i in range(len(names))]
     numbers = sorted(range(len(names)), key=cells.__getitem__)
     alike = []
     for _, group in itertools.groupby(numbers, key=cells.__getitem__):
@@ -79,9 +101,14 @@ def canonical(names, rows, ordered):
     tables = []
     for orders in itertools.islice(itertools.product(*alike), MAX_ORDERS):
         columns = list(itertools.chain(*orders))
-        table = [[row[i] for i in columns] for row in rows]
-        tables.append(table if ordered else sorted(table, key=repr))
-    return [len(names), min(tables, key=repr)]
+        to_sort = [[row[i] for i in columns] for row in rounded_rows]
+        places = range(len(rows))
+        if not ordered:
+            keys = list(map(order_of_row, to_sort))
+            places = sorted(places, key=keys.__getitem__)
+        tables.append((repr([to_sort[place] for place in places]), columns, places))
+    _, columns, places = min(tables, key=lambda table: table[0])
+    return [len(names), [[exact_rows[place][i] for i in columns] for place in places]]
 
 
 def as_table(names, rows):

@@ -6,7 +6,7 @@ pass.
 import re
 import sqlite3
 
-from colbench.sql_child import canonical, insert
+from colbench.sql_child import canonical, insert, rounded
 from colbench.sql_text import is_ordered
 
 # (kind, what a mistake is made of, what stands there instead …): each match of a pattern is replaced by each text.
@@ -67,7 +67,7 @@ def agreeing(connection, reference, tables, queries):
     def rows(query):
         cursor = connection.execute(query)
         names = [column[0] for column in cursor.description]
-        return canonical(names, cursor.fetchall(), ordered)
+        return canonical(names, [list(map(rounded, row)) for row in cursor], ordered)
 
     for name in tables:
         connection.execute(f"DELETE FROM {name}")

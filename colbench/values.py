@@ -32,8 +32,7 @@ def encode(value, depth=0):
     """A value as JSON data with its type: encode((1, 2.5)) = ["tuple", 1, 2.5].
 
     1 and True are one number, all NaN are one. Subclasses count as their base. Enum members are their class's and their
-    own name. Types that a module has are that module's and their own name. TypeError for a type that cannot be compared.
-    """
+    own name. Types that a module has are its and their own name. TypeError for a type that cannot be compared."""
     if depth > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if value is None:

@@ -15,6 +15,7 @@ import pytest
 from colbench import in_split, make_tasks, sql, sql_mutants
 from colbench.sql_child import canonical
 from colbench.sql_text import begins_as, is_ordered, MAX_CHARS, QUERY, statement_of
+from colbench.values import encode, equal_values
 from conftest import call, read, ROOT, turns, write
 from lib.statistics import measure_turns
 
@@ -86,15 +87,34 @@ def test_hostile_and_odd_answers_fail_and_harm_nobody(environment, fault):
     ([(1,), (1,)], [(1,)], False), ([("1",)], [(1,)], False), ([(1,)], [(None,)], False), ([], [], True),
     ([(float("inf"),)], [(float("inf"),)], True), ([(0.1 + 0.2,)], [(0.3,)], True), ([(0.3,)], [(0.31,)], False),
     ([(5.6e-17,)], [(0,)], True), ([(1e-8,)], [(0,)], False),
-    ([(12345.678901,)], [(12345.678902,)], True), ([(12345.67890,)], [(12345.67899,)], False),
+    ([(12345.678901,)], [(12345.678901000002,)], True), ([(12345.67890,)], [(12345.67899,)], False),
     ([(1234567891,)], [(1234567891.0,)], True), ([(1234567891,)], [(1234567891.0000002,)], True),
-    ([(1234567891,)], [(1234567892.0,)], False), ([(-123456789012,)], [(-123456789012.0,)], True)])
+    ([(1234567891,)], [(1234567892.0,)], False), ([(-123456789012,)], [(-123456789012.0,)], True),
+    ([(1234567891.0,)], [(1234567892.0,)], False),
+    # on both sides of where rounding would make two numbers of them, alone and beside a row of the same name
+    ([(1234567891.5,)], [(1234567891.4999998,)], True), ([(123456789.5,)], [(123456789.49999999,)], True),
+    ([(0.1234567895,)], [(0.12345678949999999,)], True),
+    ([("z", 1234567891.5), ("a", 1234567892.2)], [("a", 1234567892.2), ("z", 1234567891.4999998)], True),
+    ([("z", 1234567891.5), ("a", 1234577892.2)], [("a", 1234567891.5), ("z", 1234577892.2)], False)])
 def test_which_rows_are_equal(rows, other_rows, equal):
     """Whatever the names of columns and, unless ordered, the order of rows; numbers within rounding."""
-    assert (canonical("a", rows, False) == canonical("n", other_rows, False)) == equal
+    names = range(len(rows[0])) if rows else "a"
+    assert equal_values(encode(canonical(names, rows, False)), encode(canonical(names, other_rows, False))) == equal
     assert canonical("ab", [], False) != canonical("a", [], False) == canonical("n", [], True)
     assert canonical("a", [(1,), (2,)], True) != canonical("a", [(2,), (1,)], True)
     assert canonical(range(100), [], False) == [100, []]            # columns that hold the same: 100! orders
+
+
+def test_sums_of_large_amounts_may_differ_by_rounding(environment):
+    draw, databases = random.Random(0), []
+    for _ in range(20):
+        rows = [[number, draw.randrange(10 ** 9) + 0.7, draw.randrange(10 ** 8) + 0.2] for number in range(9)]
+        databases.append({"invoices": rows})
+    task = {"schema": "CREATE TABLE invoices (id INTEGER PRIMARY KEY, gross REAL, tax REAL);", "databases": databases,
+            "ground_truth": "SELECT SUM(gross) - SUM(tax) FROM invoices", "problem_description": "?"}
+    answers = "SELECT SUM(gross - tax) FROM invoices", "SELECT SUM(gross - tax) + 100 FROM invoices"
+    right, wrong = asyncio.run(environment.score([(task, answer) for answer in answers]))
+    assert (right["reward"], wrong["reward"]) == (1, 0)
 
 
 def test_tables_are_equal_if_an_order_of_their_columns_makes_them_so():
