@@ -48,11 +48,15 @@ def refusal(attack, *arguments):
         attack(*arguments)
     except (MemoryError, OSError) as error:
         return getattr(error, "errno", errno.ENOMEM)
+def change_mode():
+    os.chmod("locked", 0o700)
+    if os.stat("locked").st_mode & 0o777 == 0:
+        raise OSError(errno.ENOSYS, "no effect")
 def probe():
     os.mkdir("locked", 0)
     attacks = [("files", open, {hidden!r}), ("files", open, "/etc/passwd"), ("files", open, {path!r}, "a"),
                ("capabilities", os.listdir, "locked"), ("memory", mmap.mmap, -1, 2 << 30)]
-    calls = [("sockets", socket.socket), ("chmod", os.chmod, ".", 0o777), ("kill", os.kill, 1, 0),
+    calls = [("sockets", socket.socket), ("chmod", change_mode), ("kill", os.kill, 1, 0),
              ("execve", os.execv, "/nowhere", ["nowhere"]), ("clone", lambda: os.fork() or os._exit(0))]
     open_to = [what for what, *attack in attacks if refusal(*attack) is None]
     return ", ".join(open_to + [what for what, *call in calls if refusal(*call) != errno.ENOSYS])"""
