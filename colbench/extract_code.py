@@ -65,21 +65,58 @@ def strings_of(text):
     return strings
 
 
-def compiled_statements(nodes):
-    """A code object of each statement, so that a fault of one costs only that one; an exception in the place of one
-    that does not compile.
+class Statement:
+    """A statement, which is compiled alone, so that a fault of it costs nothing else; or a whole program.
 
-    Annotations are not evaluated, as by default since Python 3.14: an answer may repeat the request's signature with
-    `List[int]`, and leave out the import."""
-    futures = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-    codes = []
-    for node in nodes:
+    module: its syntax tree, with the imports from __future__ before it
+    code: its code object, or the exception that compiling it raises"""
+
+    def __init__(self, module):
+        self.module = module
         try:
-            module = ast.Module([*futures, node], [])
-            codes.append(compile(module, "<answer>", "exec", __future__.annotations.compiler_flag, dont_inherit=True))
+            self.code = compile(self.module, "<answer>", "exec", dont_inherit=True)
         except NO_PYTHON as error:
-            codes.append(error)
-    return codes
+            self.code = error
+
+    def execute(self, namespace):
+        if isinstance(self.code, Exception):
+            raise self.code
+        exec(self.code, namespace)
+
+    def execute_leniently(self, namespace):
+        """Execute it; where a name is missing, once more without evaluating its annotations, if it has any: an answer
+        may repeat the request's signature with `List[int]`, and leave out the import."""
+        try:
+            self.execute(namespace)
+        except NameError:
+            nodes = ast.walk(self.module)
+            if not any(getattr(node, "annotation", None) or getattr(node, "returns", None) for node in nodes):
+                raise
+            flag = __future__.annotations.compiler_flag
+            exec(compile(self.module, "<answer>", "exec", flag, dont_inherit=True), namespace)
+
+
+def statements_of(nodes):
+    """The Statements of syntax trees."""
+    futures = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    return [Statement(ast.Module([*futures, node], [])) for node in nodes]
+
+
+def imports_in(nodes):
+    """[(name, module, attribute or None), …] of what imports in statements bind, without those in functions and
+    classes. The name is "*" where it is every name of the module."""
+    bound, waiting = [], list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                module = alias.name if alias.asname else alias.name.split(".")[0]
+                bound.append((alias.asname or module, module, None))
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            bound += [(alias.asname or alias.name, node.module, alias.name) for alias in node.names]
+        elif not isinstance(node, DEFINITIONS):
+            waiting += ast.iter_child_nodes(node)
+    return bound
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,135 +1,206 @@
-"""What a test asks of an answer, and what the reply is worth: data is compared here, so no object of an answer decides.
+"""What a test asks of an answer, and what the reply is worth: no object of an answer takes part in a comparison.
 
-    test = Test("f(2) <= 7.5")                      # operator "LtE"; side 0 is asked of answers, side 1 is a literal
-    test.of_reference                               # "((f(2)), (7.5), )"
-    test.of_answers                                 # "((f(2)), )"
+    test = Test("abs(f(2) - 6.14) < .001")          # a comparison, operator "Lt", of two sides
+    test.whole                                      # "((abs(f(2) - 6.14)), (0.001))", put to the reference
+    test.asked                                      # "f(2)", put to answers
+    test.rest                                       # "abs(value_0 - 6.14)", evaluated elsewhere with their values
 
-docs/scorer.md has the rules of tests that are comparisons."""
+docs/scorer.md has the rules."""
 import ast
 import builtins
 import contextlib
+import copy
 import operator
 from collections import namedtuple
 
 from colbench.extract_code import NO_PYTHON, parse
-from colbench.values import equal_values, real
+from colbench.values import equal_values, EXACT, numbers_in, real
 
 ASKS_NOTHING = "it asks the answer nothing"
 NONE_ALONE = f"{ASKS_NOTHING} (all its tests give None, as an empty function does)"
 BROKEN = ["error", "a broken result"]                               # code wrote it itself
 ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
+SCOPES = ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp      # have variables of their own
+DEPENDENT = ast.Starred, ast.Slice, ast.FormattedValue              # expressions that cannot stand alone
 
 
 class Test:
     """A test, as it is put to code, and what the reference says to it.
 
     call: its expression
-    of_reference, of_answers: the expressions that are put to the reference, and to answers
     operator: the name of a comparison of two sides in ast, else None
     nodes: the syntax trees of the two sides, or of the call; none where the call cannot be read
-    sides: the expressions of the two sides, or the call
-    asked: the numbers of the sides that are asked of answers: all but literals and those with a known value
+    whole: the expression that is put to the reference
+    asks: the syntax trees of what answers evaluate, all else is evaluated with their values
+    asked: the expression that is put to answers, a tuple where they have several asks
+    rest: the expression of what is left of the sides without the asks; None where nothing is
+    is_settled: do the reference's own values, put together by the rest, give what the whole gives?
     value: what an answer must give: ["ok", value], or ["error", why the test cannot be graded]
-    on_reference: of a comparison the values of both sides
-    fixed: the sides that must have the reference's value"""
+    on_reference: the values of the sides
+    asked_on_reference: the values of the asks"""
 
     def __init__(self, call):
-        self.call = call.strip()
-        self.operator, self.nodes = None, ()
-        self.sides, self.asked, self.fixed, self.on_reference = (self.call,), (0,), (), ()
-        self.of_reference = self.of_answers = self.call
+        self.call = self.whole = self.asked = call.strip()
+        self.operator, self.nodes, self.asks, self.rest = None, (), [], None
+        self.is_settled, self.on_reference, self.asked_on_reference = False, [], []
         with contextlib.suppress(*NO_PYTHON):                       # its result says so
             tree = parse(self.call, "eval").body
-            nodes = (tree,)
+            nodes = [tree]
             if isinstance(tree, ast.Compare) and len(tree.ops) == 1:
-                nodes = tree.left, tree.comparators[0]
-                self.sides = tuple(map(ast.unparse, nodes))
+                nodes = [tree.left, tree.comparators[0]]
                 self.operator = type(tree.ops[0]).__name__
-                self.of_reference = tuple_of(self.sides)
-                self.ask([index for index, node in enumerate(nodes) if not is_literal(node)])
-            self.nodes = nodes
-
-    def ask(self, sides):
-        """Put these sides (numbers) of a comparison to answers."""
-        self.asked = sides
-        self.of_answers = tuple_of([self.sides[index] for index in sides])
+                self.whole = together(map(ast.unparse, nodes))
+            inline = Inline()
+            self.nodes = [inline.visit(node) for node in nodes]
+            self.parents = {child: node for side in self.nodes for node in ast.walk(side)
+                            for child in ast.iter_child_nodes(node)}
 
     @property
     def is_gradeable(self):
         return self.value[0] == "ok"
 
+    # ----------------------------------------------------------------------------------------------------------------
+    # what the reference says
+
     def learn_reference(self, result, names):
-        """Take what the reference gives: ["ok", value] or ["error", reason]."""
+        """Take what the reference gives for the whole: ["ok", value] or ["error", reason]."""
         self.value = result
         if result[0] == "error":
+            return
+        self.on_reference = values_of(result, len(self.nodes)) if self.operator else [result[1]]
+        if self.on_reference is None:
+            self.value = BROKEN
             return
         try:
             if not self.nodes:
                 raise RecursionError
             if any(compares(node, names) for node in self.nodes):
                 self.value = ["error", "a comparison inside an expression"]
+                return
+            asks = [ask for node in self.nodes for ask in asks_in(node, names)]
+            if not asks:
+                self.value = ["error", ASKS_NOTHING]
+                return
+            self.ask(asks)
         except (RecursionError, MemoryError):
             self.value = ["error", "an expression that is nested too deep"]
-        if self.operator and self.is_gradeable:
-            is_whole = is_tuple(result[1], len(self.sides))
-            self.on_reference = result[1][1:] if is_whole else ()
-            self.value = compared(self.operator, self.on_reference) if is_whole else BROKEN
+            return
+        if self.rest is None and ":=" not in self.call:
+            self.asked_on_reference = [self.on_reference[self.nodes.index(ask)] for ask in self.asks]
+            self.is_settled = True
 
-    def doubtful(self, names):
-        """What does not certainly ask an answer something: the whole of what it is asked, and sides that may have any
-        value. (What is certain: the call of a function that is the answer's to define.)"""
-        sides = []
-        for index in self.asked:
-            if ":=" in self.call or not calls_unknown(self.nodes[index], names):
-                sides.append(self.sides[index])
-        return [self.of_answers, *sides] if sides or not self.asked else []
+    def ask(self, asks):
+        """Put these parts of the sides (syntax trees) to answers."""
+        self.asks = asks
+        self.asked = together(map(ast.unparse, asks))
+        parts = [with_placeholders(node, asks) for node in self.nodes if is_partly_asked(node, asks)]
+        self.rest = together(parts) if parts else None
+
+    def settle(self, result, rest_result):
+        """Take what the reference gives for `asked`, and the rest with it. Where it is no data, as an iterator is not,
+        or does not give the sides again, larger parts of them are asked."""
+        values = values_of(result, len(self.asks))
+        if values is not None and self.sides(values, rest_result) == self.on_reference:
+            self.asked_on_reference, self.is_settled = values, True
+            return
+        asks = []
+        for ask in map(self.larger, self.asks):
+            asks = [other for other in asks if other not in ast.walk(ask)]
+            if not any(ask in ast.walk(other) for other in asks):
+                asks.append(ask)
+        if asks == self.asks:
+            self.value = ["error", result[1] if result[0] == "error" else "it gives another value in parts"]
+        self.ask(asks)
+
+    def larger(self, ask):
+        """The next larger part around an ask; the ask itself where it is a whole side."""
+        node = ask
+        while node not in self.nodes:
+            node = self.parents[node]
+            if isinstance(node, ast.expr) and not isinstance(node, DEPENDENT):
+                return node
+        return ask
+
+    def numbers(self):
+        """The floats among what the reference gives."""
+        return numbers_in([*self.on_reference, *self.asked_on_reference])
+
+    def judge(self, tolerance):
+        """See what the sides of a comparison say, when it is known what numbers the task has."""
+        self.tolerance = tolerance
+        if self.operator and self.is_gradeable:
+            self.value = compared(self.operator, self.on_reference, tolerance)
+
+    def is_doubtful(self, names):
+        """Might an answer that defines nothing give a value? (Not where a side is the call of a tested function.)"""
+        return not any(calls_tested(node, names) for node in self.nodes)
+
+    def learn_nothing(self, result):
+        """Take what an empty answer gives for the whole: a test that it passes asks the answer nothing."""
+        sides = values_of(result, len(self.nodes)) if self.operator else [result[1]]
+        if result[0] == "ok" and sides and self.result_of(sides) == self.value:
+            self.value = ["error", ASKS_NOTHING]
 
     def asks_for_none(self):
         """Does the reference give None to all that is asked? Then an empty function gives the same."""
-        values = [self.value[1]]
-        if self.operator:
-            values = [self.on_reference[i] for i in self.asked]
-        return values.count(None) == len(values)
+        return self.asked_on_reference.count(None) == len(self.asked_on_reference)
 
-    def learn_nothing(self, of_nobody):
-        """Take what an empty answer gives, {expression: result}: a test that it passes asks the answer nothing, and the
-        sides of a comparison that have the reference's value without an answer must have it on any. So must those of an
-        equality that holds on the reference: it says what value they have."""
-        known = []
-        if self.operator:
-            known = [i for i in self.asked if of_nobody.get(self.sides[i]) == ["ok", self.on_reference[i]]]
-            states_values = self.operator in ("Eq", "Is") and equal_values(*self.on_reference)
-            self.fixed = self.asked if states_values else known
-        if self.of_answers in of_nobody and self.result(of_nobody[self.of_answers]) == self.value:
-            self.value = ["error", ASKS_NOTHING]
-        if 0 < len(known) < len(self.asked) and ":=" not in self.call:        # an answer could read what it must give
-            self.ask([i for i in self.asked if i not in known])
+    # ----------------------------------------------------------------------------------------------------------------
+    # what an answer says
 
-    def result(self, result):
-        """What the test gives, where an answer gives `result` to what it is asked: ["ok", value] or ["error", why not].
-        """
-        if result[0] == "error" or not self.operator or not self.is_gradeable:
+    def as_asked(self, values):
+        """The value of `asked`, where the asks have these values."""
+        return values[0] if len(values) == 1 else ["tuple", *values]
+
+    def values(self, result):
+        """What an answer gives for the asks, by the result of `asked`; None where it gives no values."""
+        return values_of(result, len(self.asks))
+
+    def result(self, result, rest_result):
+        """What the test gives, ["ok", value] or ["error", why not], where an answer gives `result` for `asked` and the
+        rest, with these values, gives `rest_result`."""
+        if result[0] == "error" or not self.is_gradeable:
             return result
-        if not is_tuple(result[1], len(self.asked)):
-            return BROKEN
-        sides = list(self.on_reference)
-        for index, value in zip(self.asked, result[1][1:]):
-            sides[index] = value
-        value = compared(self.operator, sides)
-        if value == self.value and not all(equal_values(self.on_reference[i], sides[i]) for i in self.fixed):
-            return ["error", "another value on one side of the comparison"]
-        return value
+        if self.rest is not None and rest_result[0] == "error":
+            return rest_result
+        values = self.values(result)
+        sides = None if values is None else self.sides(values, rest_result)
+        return BROKEN if sides is None else self.result_of(sides)
+
+    def sides(self, values, rest_result):
+        """The values of the sides, where the asks have these values; None where the rest has none."""
+        parts = []
+        if self.rest is not None:
+            num_parts = sum(is_partly_asked(node, self.asks) for node in self.nodes)
+            parts = values_of(rest_result, num_parts)
+        if parts is None:
+            return None
+        sides = []
+        for node, on_reference in zip(self.nodes, self.on_reference):
+            if node in self.asks:
+                sides.append(values[self.asks.index(node)])
+            elif is_partly_asked(node, self.asks):
+                sides.append(parts.pop(0))
+            else:
+                sides.append(on_reference)
+        return sides
+
+    def result_of(self, sides):
+        """What the test gives where its sides have these values. Where an equality holds on the reference, each side
+        must have the reference's value."""
+        if not self.operator:
+            return ["ok", sides[0]]
+        value = compared(self.operator, sides, self.tolerance)
+        if value != self.value or self.operator not in ("Eq", "Is") or value != ["ok", 1]:
+            return value
+        if all(equal_values(*pair, self.tolerance) for pair in zip(sides, self.on_reference)):
+            return value
+        return ["error", "another value on one side of the comparison"]
 
 
-class Names(namedtuple("Names", "lent to_define")):
+class Names(namedtuple("Names", "lent tested")):
     """The names in the calls of a task: those that the reference lends to answers (its imports), and those that are
     tested, which answers must define."""
-
-    def are_known(self, name):
-        """Has an empty answer something of this name?"""
-        if name in self.to_define:
-            return False
-        return name in self.lent or hasattr(builtins, name) or name.startswith("__")
 
 
 def names_of(sent):
@@ -145,60 +216,118 @@ def names_of(sent):
     return Names(imported - tested, tested)
 
 
-def is_literal(node):
-    try:
-        ast.literal_eval(node)
-        return True
-    except (SyntaxError, TypeError, ValueError):
-        return False
+# ---------------------------------------------------------------------------------------------------------------------
+# expressions
+
+class Inline(ast.NodeTransformer):
+    """Puts what `:=` names in the place of the name, so that no part of a test needs another."""
+
+    def __init__(self):
+        self.values = {}
+
+    def visit_NamedExpr(self, node):
+        self.values[node.target.id] = value = self.visit(node.value)
+        return value
+
+    def visit_Name(self, node):
+        return copy.deepcopy(self.values.get(node.id, node))
 
 
-def tuple_of(expressions):
-    """The text of a tuple of expressions."""
-    items = [f"({expression}), " for expression in expressions]
-    return f"({''.join(items)})"
+class Placeholders(ast.NodeTransformer):
+    """Puts names in the place of the parts that have a number."""
+
+    def visit(self, node):
+        return ast.Name(placeholder(node.number)) if hasattr(node, "number") else self.generic_visit(node)
 
 
-def is_tuple(value, length):
-    """Is this an encoded tuple of so many values?"""
-    return type(value) is list and value[0] == "tuple" and len(value) == 1 + length
+def placeholder(number):
+    """The name of an ask's value in the rest."""
+    return f"value_{number}"
+
+
+def with_placeholders(node, asks):
+    """The text of an expression with a placeholder for each of the asks in it."""
+    for number, ask in enumerate(asks):
+        ask.number = number
+    text = ast.unparse(Placeholders().visit(copy.deepcopy(node)))
+    for ask in asks:
+        del ask.number
+    return text
+
+
+def asks_in(node, names):
+    """The smallest parts of an expression that need the answer: calls of what is tested, its name elsewhere, and
+    lambdas and comprehensions that have its name in them."""
+    is_name = is_tested(node, names)
+    has_name = isinstance(node, SCOPES) and any(is_tested(inner, names) for inner in ast.walk(node))
+    if is_name or has_name or calls_tested(node, names):
+        return [node]
+    return [ask for child in ast.iter_child_nodes(node) for ask in asks_in(child, names)]
+
+
+def is_tested(node, names):
+    return isinstance(node, ast.Name) and node.id in names.tested
+
+
+def calls_tested(node, names):
+    """Does an expression call, by its name, what is tested?"""
+    return isinstance(node, ast.Call) and is_tested(node.func, names)
 
 
 def compares(node, names):
-    """Is there a comparison in an expression, outside of what it passes to functions of the answer?"""
-    if calls_unknown(node, names):
+    """Is there a comparison in an expression, outside of what it passes to what is tested?"""
+    if calls_tested(node, names):
         return False
     if isinstance(node, ast.Compare):
         return True
     return any(compares(child, names) for child in ast.iter_child_nodes(node))
 
 
-def calls_unknown(node, names):
-    """Does an expression call, by its name, a function that is the answer's to define?"""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not names.are_known(node.func.id)
+def is_partly_asked(node, asks):
+    """Is some part of a side asked, but not the whole side?"""
+    return node not in asks and any(ask in ast.walk(node) for ask in asks)
+
+
+def together(expressions):
+    """The text of one expression alone, or of a tuple of several."""
+    first, *others = expressions
+    return f"(({'), ('.join([first, *others])}))" if others else first
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# comparisons of values, as values.encode() gives them
+# values, as values.encode() gives them
 
-def compared(operator_name, sides):
+def values_of(result, number):
+    """The values in the result of a tuple of so many, or of one expression alone; None where they are not there."""
+    if result is None or result[0] == "error":
+        return None
+    value = result[1]
+    if number == 1:
+        return [value]
+    is_tuple = type(value) is list and value[0] == "tuple" and len(value) == 1 + number
+    return value[1:] if is_tuple else None
+
+
+def compared(operator_name, sides, tolerance):
     """["ok", 1 or 0]: does a comparison of two encoded values hold? ["error", why] where values do not say so."""
     try:
-        return ["ok", int(holds(operator_name, *sides))]
+        return ["ok", int(holds(operator_name, *sides, tolerance))]
     except TypeError as error:
         return ["error", str(error)]
 
 
-def holds(kind, a, b):
-    """Does a comparison of two encoded values hold? TypeError where values do not say so."""
+def holds(kind, a, b, tolerance=None):
+    """Does a comparison of two encoded values hold? TypeError where values do not say so.
+    Equal values may differ by the rounding of floats (`tolerance`); all other comparisons are exact."""
     if "array" in [side[0] for side in (a, b) if type(side) is list]:
         raise TypeError("a comparison with an array")
-    if kind in ("Eq", "NotEq") or kind in ("Is", "IsNot") and b in (None, 0, 1):
-        return equal_values(a, b) == (kind in ("Eq", "Is"))
+    is_identity = kind in ("Is", "IsNot") and b in (None, 0, 1)
+    if kind == "Eq" or kind == "Is" and is_identity:
+        return equal_values(a, b, tolerance)
+    if kind == "NotEq" or kind == "IsNot" and is_identity:
+        return not equal_values(a, b, EXACT)
     if kind not in ORDER:
         raise TypeError(f"a comparison by {kind.lower()}")
     if type(a) is type(b) is str:
         return ORDER[kind](a, b)
-    if equal_values(a, b):
-        return kind in ("LtE", "GtE")
     return ORDER[kind](real(a), real(b))

@@ -38,7 +38,7 @@ LOOK_S = .01                    # how often the caller looks at what a running a
 PROGRAM = os.path.abspath(sandbox_worker.__file__)
 # What no answer can read. Of an installed colbench this program can be read, as other packages can.
 HIDDEN = "/etc/passwd" if "-packages/colbench/" in PROGRAM else PROGRAM
-ANSWER_TIME_LIMIT = "time limit of the whole answer"
+TIME_LIMIT, ANSWER_TIME_LIMIT = "time limit", "time limit of the whole answer"
 CLOCK = 10                      # seconds of the clock, for each second of processor time: a long stop
 TIME_SIGNALS = signal.SIGPROF, signal.SIGXCPU
 Run = namedtuple("Run", "values imports has_loaded reason seconds")
@@ -119,9 +119,10 @@ class Sandbox:
         except RuntimeError as error:
             raise LayerError(str(error)) from None
 
-    def run(self, code, calls, time_limit_s, imports=None, reference=None):
+    def run(self, code, calls, time_limit_s, imports=None, reference=None, given=None):
         """Results of the calls, ["ok", value] or ["error", reason] each, and of a reference (imports=None) what it
         imported and defined of the names in the calls (sandbox_worker.imported_names).
+        given: for each call {name: encoded value}, names that it may read.
         A call that takes too long or ends its process costs its own result: a new process goes on with the next."""
         if sum(map(len, (code, reference or "", *calls))) > REQUEST_LIMIT:
             return [["error", f"larger than {REQUEST_LIMIT:,} characters"]] * len(calls), None
@@ -130,9 +131,11 @@ class Sandbox:
             if left_s <= 0:
                 return values + [["error", ANSWER_TIME_LIMIT]] * (len(calls) - len(values)), imported
             request = {"code": code, "calls": calls[len(values):], "imports": imports, "reference": reference,
+                       "given": given and given[len(values):],
                        "limits": (time_limit_s + LOAD_LIMIT_S, time_limit_s)}
             if reference is None:
-                request["tested"], request["calls"] = prepared(tuple(request["calls"]))
+                names, request["calls"] = zip(*map(prepared, request["calls"]))
+                request["tested"] = sorted(set().union(*names))
             run = self.run_process(request, left_s)
             left_s -= run.seconds
             values += run.values
@@ -165,10 +168,10 @@ class Sandbox:
         except (OSError, Stop) as error:
             raise RuntimeError(f"the scorer's child program cannot run anything: {error}") from None
         last_signal, processor_s = json.loads(self.reply())["end"]
-        if run.reason == "time limit":                              # by the clock: it sleeps, and that counts
+        if run.reason == TIME_LIMIT:                                # by the clock: it sleeps, and that counts
             return run._replace(seconds=time.monotonic() - began)
         is_late = run.reason == "process ended" and last_signal in TIME_SIGNALS
-        return run._replace(reason="time limit" if is_late else run.reason,
+        return run._replace(reason=TIME_LIMIT if is_late else run.reason,
                             seconds=max(processor_s, (time.monotonic() - began) / CLOCK))
 
     def reply(self):
@@ -233,7 +236,7 @@ class Lines:
                 raise Stop("a result that is too large")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise Stop("time limit")
+                raise Stop(TIME_LIMIT)
             if not self.read():
                 self.wait(left_s)
         line, _, self.buffer = self.buffer.partition(b"\n")
@@ -268,17 +271,13 @@ class Lines:
         self.has_ended = self.server in [descriptor for descriptor, _ in waited.poll(math.ceil(left_s * 1000))]
 
 
-@functools.lru_cache(1024)
-def prepared(calls):
-    """(The names that calls use, the calls as code objects): they are compiled once, and not in every process. A call
-    that is not Python stays a text, and fails there."""
-    codes = []
-    for call in map(str.strip, calls):
-        try:
-            codes.append(compile(call, "<call>", "eval", dont_inherit=True))
-        except NO_PYTHON:
-            codes.append(call)
-    return sorted(names_of_calls(calls)), codes
+@functools.lru_cache(1 << 14)
+def prepared(call):
+    """(The names that a call uses, the call as a code object): it is compiled once, and not in every process. One that
+    is not Python stays a text, and fails there."""
+    with contextlib.suppress(*NO_PYTHON):
+        return names_of_calls([call]), compile(call.strip(), "<call>", "eval", dont_inherit=True)
+    return names_of_calls([call]), call.strip()
 
 
 # What a process may say, in this order: "ready", and for each call "loaded" (or "restart", after the first), once what

@@ -19,12 +19,12 @@ import types
 
 if not __package__:                                                 # a program: no package around it, no path to it
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from extract_code import compiled_statements, NO_PYTHON, pieces_of
-    from values import encode
+    from extract_code import imports_in, NO_PYTHON, parse, pieces_of, Statement, statements_of
+    from values import decode, encode
     del sys.path[0], sys.modules["extract_code"], sys.modules["values"]
 else:
-    from colbench.extract_code import compiled_statements, NO_PYTHON, pieces_of
-    from colbench.values import encode
+    from colbench.extract_code import imports_in, NO_PYTHON, parse, pieces_of, Statement, statements_of
+    from colbench.values import decode, encode
 
 MEMORY_LIMIT = 1 << 30          # bytes of address space
 FILE_LIMIT = 16 << 20           # bytes of a file, and of all files in the layer namespaces
@@ -72,9 +72,12 @@ def run_calls(request, send):
         signal.setitimer(signal.ITIMER_PROF, call_s)
         send("loaded")
         if number == 1 and imports is None:
-            send(imported_names(calls, module.__dict__))
+            send(imported_names(calls, module.__dict__, pieces))
         try:
-            result = ["ok", encode(eval(call, scope_of_a_call(module, imports)))]
+            scope = scope_of_a_call(module, imports)
+            if request["given"]:
+                scope = {**scope, **decoded(request["given"][number - 1])}
+            result = ["ok", encode(eval(call, scope))]
         except BaseException as error:
             # Examples in the answer may have failed, too: that says why a call fails only if it lacks a name.
             result = ["error", fault if fault and isinstance(error, NameError) else reason_of(error)]
@@ -85,15 +88,20 @@ def run_calls(request, send):
             return
 
 
+def decoded(given):
+    """{name: value} of {name: encoded value}."""
+    return {name: decode(data) for name, data in given.items()}
+
+
 def compiled_pieces(request):
-    """The code of an answer: of each piece the code objects of its statements. A reference that is Python is executed
-    as it stands: it stops at its first fault, as a program does."""
+    """The code of an answer: of each piece its Statements. A reference that is Python is one of them: it stops at its
+    first fault, as a program does."""
     code = request["code"]
     if request["imports"] is None:
         with contextlib.suppress(*NO_PYTHON):
-            return [[compile(code, "<answer>", "exec", dont_inherit=True)]]
-    pieces = [compiled_statements(piece.nodes) for piece in pieces_of(code, set(request["tested"]))]
-    return pieces or [[compile(code, "<answer>", "exec", dont_inherit=True)]]
+            return [[Statement(parse(code))]]
+    pieces = [statements_of(piece.nodes) for piece in pieces_of(code, set(request["tested"]))]
+    return pieces or [[Statement(parse(code))]]
 
 
 def scope_of_a_call(module, imports):
@@ -118,8 +126,8 @@ def scope_of_a_call(module, imports):
 
 
 def execute(pieces, module):
-    """Execute pieces of code (of each the code objects of its statements) in a module; why the first statement failed,
-    None where none did. A fault costs its statement alone.
+    """Execute pieces of code (of each its Statements) in a module; why the first statement failed, None where none did.
+    A fault costs its statement alone.
 
     What follows the last definition of a piece is an example or a set-up: where it gives something that is not callable
     the name of a builtin or of a function (`sum = 6`, `total = total([1, 2])`), the name gets back what it had."""
@@ -142,9 +150,7 @@ def execute_each(statements, namespace):
     faults = []
     for statement in statements:
         try:
-            if isinstance(statement, Exception):
-                raise statement
-            exec(statement, namespace)
+            statement.execute_leniently(namespace)
         except BaseException as error:
             faults.append(reason_of(error))
     return faults
@@ -152,7 +158,7 @@ def execute_each(statements, namespace):
 
 def defines(statement):
     """Does a statement define a function or class (or use a lambda)?"""
-    constants = getattr(statement, "co_consts", ())
+    constants = getattr(statement.code, "co_consts", ())
     return any(isinstance(constant, types.CodeType) and constant.co_name not in COMPREHENSIONS
                for constant in constants)
 
@@ -165,12 +171,29 @@ def reason_of(error):
     return f"{type(error).__name__}: {text}"
 
 
-def imported_names(calls, namespace):
+def imported_names(calls, namespace, pieces):
     """[[name, module or None, attribute or None], …]: names in the calls that the code imported, as they are read. A
     name that it defines itself has no module. calls: code objects, or the texts of those that are not Python."""
     names = dict.fromkeys(name for call in calls if isinstance(call, types.CodeType) for name in names_in(call))
-    return [[name, *(origin(namespace[name]) or (None, None))]
-            for name in names if name in namespace and not name.startswith("__")]
+    imports = imports_in([statement.module for piece in pieces for statement in piece])
+    sent = []
+    for name in names:
+        if name in namespace and not name.startswith("__"):
+            sent.append([name, *(source_of(name, namespace[name], imports) or (None, None))])
+    return sent
+
+
+def source_of(name, value, imports):
+    """(module, attribute or None) that a name's value was imported from, by the imports in the code (imports_in) or by
+    what the value says of itself; None for what the code defines."""
+    for bound, where, what in imports:
+        module = sys.modules.get(where)
+        if bound == name and what is None and module is value:
+            return where, None
+        what = name if what == "*" else what
+        if module and what and bound in (name, "*") and getattr(module, what, None) is value:
+            return where, what
+    return origin(value)
 
 
 def names_in(code):
@@ -494,6 +517,7 @@ def confine(steps, seconds):
 
 def serve_one(walls, length, seconds, requests, results):
     """In the fork: be confined, read the request, answer it, end."""
+    as_json = json.JSONEncoder().encode                             # an answer may replace json.dumps
     try:
         signal.set_wakeup_fd(-1)
         _signal.signal(signal.SIGCHLD, _signal.SIG_DFL)         # signal.signal writes to 50 more pages of memory
@@ -507,7 +531,7 @@ def serve_one(walls, length, seconds, requests, results):
         os.closerange(results + 1, 64)
 
         def send(message):
-            data = json.dumps(message).encode() + b"\n"
+            data = as_json(message).encode() + b"\n"
             if len(data) > RESULT_LIMIT:
                 data = b'["error", "a result that is too large"]\n'
             while data:

@@ -6,12 +6,12 @@ import logging
 import os
 import queue
 import threading
-from collections import Counter, namedtuple
+from collections import namedtuple
 
 from colbench import ColBenchError, task_id
-from colbench.questions import ASKS_NOTHING, names_of, NONE_ALONE, Test
-from colbench.sandbox import LayerError, Sandbox
-from colbench.values import equal_values, readable
+from colbench.questions import ASKS_NOTHING, names_of, NONE_ALONE, placeholder, Test
+from colbench.sandbox import LayerError, Sandbox, TIME_LIMIT
+from colbench.values import equal_values, EXACT, readable, tolerance_of
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,8 @@ OTHER_VALUE, NOT_TWICE, NOT_GRADEABLE = "another value", "not the same value twi
 MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score shows, and characters of a text there
 
 Score = namedtuple("Score", "tests gradeable faults failed")
-Reference = namedtuple("Reference", "imports tests")                # what it lends to answers, and the Tests
+# What it lends to answers, the Tests, and how much floats may differ
+Reference = namedtuple("Reference", "imports tests tolerance")
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
           "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",
           "rlimits": "resource limits alone, as --unsafe-scorer asks: untrusted code can read and write your files"}
@@ -112,43 +113,107 @@ class Scorer:
         return list(self.pool.map(work_on, rows))
 
     def reference(self, children, key):
-        """The Reference of a task, which runs twice; what does not certainly ask an answer something is also put to an
-        empty answer."""
+        """The Reference of a task; what does not certainly ask an answer something is also put to an empty answer."""
         child, (code, *calls) = children[0], key
         tests = list(map(Test, calls))
-        texts = [test.of_reference for test in tests]
-        first, sent = child.run(code, texts, self.time_limit_s)
-        second, _ = child.run(code, texts, self.time_limit_s)
+        results, sent = self.reference_results_of(child, code, [test.whole for test in tests])
         names = names_of(sent or [])
         imports = [item for item in sent or [] if item[0] in names.lent]
-        imports += [[name, None, None] for name in names.to_define]
-        for test, result, result_again in zip(tests, first, second):
-            test.learn_reference(result if result == result_again else ["error", NOT_TWICE], names)
+        imports += [[name, None, None] for name in names.tested]
+        for test, result in zip(tests, results):
+            test.learn_reference(result, names)
+        while unsettled := [test for test in tests if test.is_gradeable and not test.is_settled]:
+            results, _ = child.run(code, [test.asked for test in unsettled], self.time_limit_s)
+            rest_results = self.rest_results(child, unsettled, results, imports)
+            for test, result, rest_result in zip(unsettled, results, rest_results):
+                test.settle(result, rest_result)
+
         gradeable = [test for test in tests if test.is_gradeable]
-        doubtful = [expression for test in gradeable for expression in test.doubtful(names)]
-        results, _ = child.run("", doubtful, self.time_limit_s, imports)
+        tolerance = tolerance_of([number for test in gradeable for number in test.numbers()])
         for test in gradeable:
-            test.learn_nothing(dict(zip(doubtful, results)))
+            test.judge(tolerance)
+        doubtful = [test for test in tests if test.is_gradeable and test.is_doubtful(names)]
+        results, _ = child.run("", [test.whole for test in doubtful], self.time_limit_s, imports)
+        for test, result in zip(doubtful, results):
+            test.learn_nothing(result)
         gradeable = [test for test in tests if test.is_gradeable]
         if all(test.asks_for_none() for test in gradeable):
             for test in gradeable:
                 test.value = ["error", NONE_ALONE]
-        return Reference(imports, tests)
+        return Reference(imports, tests, tolerance)
+
+    def reference_results_of(self, child, code, calls):
+        """clean_results of a reference, which runs twice at least, and what it imported (Sandbox.run)."""
+        results, sent = child.run(code, calls, self.time_limit_s)
+        reversed_results, _ = child.run(code, calls[::-1], self.time_limit_s)
+        if reversed_results[::-1] == results:
+            return results, sent
+        first, second = [[child.run(code, [call], self.time_limit_s)[0][0] for call in calls] for _ in range(2)]
+        return [result if result == again else ["error", NOT_TWICE] for result, again in zip(first, second)], sent
+
+    def clean_results(self, child, code, calls, imports):
+        """What calls give on an answer, each as if it were the first: they run in their order and in the reverse order,
+        and where that makes a difference, as one has left something to the next, each in a process of its own. (That
+        would take several times as long for all.) A call that has taken too long is not made again."""
+        def run(calls):
+            results, _ = child.run(code, calls, self.time_limit_s, imports)
+            return results
+        results = run(calls)
+        in_time = [number for number, result in enumerate(results) if result != ["error", TIME_LIMIT]]
+        reversed_results = run([calls[number] for number in reversed(in_time)])
+        if len(calls) < 2 or reversed_results[::-1] == [results[number] for number in in_time]:
+            return results
+        return [run([call])[0] for call in calls]
+
+    def rest_results(self, child, tests, results, imports):
+        """What is left of tests gives with the values of what they asked, `results`: of each test ["ok", value] or
+        ["error", reason]; None where nothing is left. It runs without the answer."""
+        rests, given = {}, []
+        for test, result in zip(tests, results):
+            values = test.values(result)
+            if test.rest is not None and values is not None:
+                rests[test] = test.rest
+                given.append({placeholder(number): value for number, value in enumerate(values)})
+        rest_results, _ = child.run("", list(rests.values()), self.time_limit_s, imports, given=given)
+        result_of = dict(zip(rests, rest_results))
+        return [result_of.get(test) for test in tests]
 
     def score_one(self, children, key, answer):
-        imports, tests = self.references[key]
-        results, _ = children[1].run(answer, [test.of_answers for test in tests], self.time_limit_s, imports)
-        results = [test.result(result) for test, result in zip(tests, results)]
-        score = score_of(results, [test.value for test in tests])
-        for test, result, fault in zip(tests, results, score.faults):
+        imports, tests, tolerance = self.references[key]
+        gradeable = [test for test in tests if test.is_gradeable]
+        results = self.clean_results(children[1], answer, [test.asked for test in gradeable], imports)
+        rest_results = self.rest_results(children[0], gradeable, results, imports)
+        result_of = {test: test.result(*both) for test, *both in zip(gradeable, results, rest_results)}
+        score = score_of([result_of.get(test, test.value) for test in tests], [test.value for test in tests], tolerance)
+        asked_of = dict(zip(gradeable, results))
+        for test, fault in zip(tests, score.faults):
             if fault and len(score.failed) < MAX_FAILED:
-                score.failed.append(failed_test(test, result, fault))
+                score.failed.append(failed_test(test, asked_of.get(test), fault))
         return score
+
+    def best_constants(self, tasks):
+        """For each task (the constant that passes most of its tests, where all that is asked gives it; how many)."""
+        keys = list(map(key_of, tasks))
+        self.learn_references(keys)
+        return self.for_each(self.best_constant, [(key,) for key in keys])
+
+    def best_constant(self, children, key):
+        imports, tests, tolerance = self.references[key]
+        gradeable = [test for test in tests if test.is_gradeable]
+        best = None, 0
+        for value in {json.dumps(value): value for test in gradeable for value in test.asked_on_reference}.values():
+            results = [["ok", test.as_asked([value] * len(test.asks))] for test in gradeable]
+            rest_results = self.rest_results(children[0], gradeable, results, imports)
+            results = [test.result(*both) for test, *both in zip(gradeable, results, rest_results)]
+            num_passed = sum(score_of(results, [test.value for test in gradeable], tolerance).tests)
+            if num_passed > best[1]:
+                best = value, num_passed
+        return best
 
     def score_published(self, children, key, answer):
         reference, *calls = key
         results, _ = children[1].run(answer, calls, self.time_limit_s, reference=reference)
-        return score_of(results, [["ok", 1]] * len(calls))          # its verdict is a result, 1 for a pass
+        return score_of(results, [["ok", 1]] * len(calls), EXACT)   # its verdict is a result, 1 for a pass
 
 
 def num_cores():
@@ -167,29 +232,31 @@ def started_threads(number):
     return pool
 
 
-def score_of(results, wanted):
+def score_of(results, wanted, tolerance):
     """A Score without failed tests, from what the tests give and must give."""
-    faults = list(map(fault_of, wanted, results))
+    faults = [fault_of(value, result, tolerance) for value, result in zip(wanted, results)]
     tests = [fault is None for fault in faults]
     gradeable = [status == "ok" for status, _ in wanted]
     return Score(tests, gradeable, faults, [])
 
 
 def failed_test(test, result, fault):
-    """A test that is not passed, as short texts."""
+    """A test that is not passed, as short texts. result: what the answer gave for test.asked, which in a comparison is
+    the side, or the part of it, that the answer computes."""
+    expected = ["ok", test.as_asked(test.asked_on_reference)] if test.is_gradeable else test.value
     return {"call": shortened(test.call),
-            "expected": text_of(test.value) or "no value",
-            "got": text_of(result),
+            "expected": text_of(expected) or "no value",
+            "got": result and text_of(result),
             "said": None if fault == OTHER_VALUE else fault}
 
 
-def fault_of(wanted, got):
-    """Why a test is not passed; None if it is."""
+def fault_of(wanted, got, tolerance=None):
+    """Why a test is not passed; None if it is. tolerance: how much floats may differ (values.tolerance_of)."""
     if wanted[0] != "ok":
         return f"{NOT_GRADEABLE}: {wanted[1]}"
     if got[0] != "ok":
         return shortened(got[1]).replace(NOT_GRADEABLE, "no value")     # an answer can name its exceptions as it likes
-    return None if equal_values(wanted[1], got[1]) else OTHER_VALUE
+    return None if equal_values(wanted[1], got[1], tolerance) else OTHER_VALUE
 
 
 def text_of(result):
@@ -222,9 +289,11 @@ def check_tasks(tasks, scorer, other_hashes):
     checks, first_with = [], {}                                     # first_with: {reference: number of its first task}
     all_values = scorer.reference_results(tasks)
     all_other_values = other_hashes.reference_results(tasks)
-    for number, (task, values, other_values) in enumerate(zip(tasks, all_values, all_other_values), 1):
-        counts = Counter(json.dumps(value) for status, value in values if status == "ok")
-        constant = max(counts.values(), default=0) / max(1, len(values))
+    best_constants = scorer.best_constants(tasks)
+    for number, task in enumerate(tasks, 1):
+        values, other_values = all_values[number - 1], all_other_values[number - 1]
+        best_value, num_passed = best_constants[number - 1]
+        constant = num_passed / max(1, len(values))
         findings = {}
         for name, (status, value) in zip(task["test_cases"], values):
             if status == "error":
@@ -234,7 +303,7 @@ def check_tasks(tasks, scorer, other_hashes):
         if not values:
             findings["no tests"] = "nothing to pass"
         if constant == 1:
-            findings["vacuous"] = f"every test gives {next(iter(counts))[:60]}"
+            findings["vacuous"] = f"{readable(best_value)[:60]} passes every test"
         first = first_with.setdefault(task["ground_truth"], number)
         if first != number:
             findings["repeated"] = f"the reference of task {first}"

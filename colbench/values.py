@@ -2,11 +2,13 @@
 
 Data are null, a text, a number, or a list of a kind and its parts: [1, (2.5,)] is ["list", 1, ["tuple", 2.5]].
 """
+import ast
 import collections
 import datetime
 import decimal
 import enum
 import fractions
+import importlib
 import math
 import re
 import sys
@@ -166,8 +168,76 @@ def readable(data):
     return "nan" if kind == "nan" else f"{kind}({', '.join(map(str, parts))})"
 
 
+def decode(data):
+    """The value of encoded data: encode's argument, but that subclasses are their base and Decimals are Fractions.
+    TypeError where a name is all that is known of it."""
+    if type(data) is not list:
+        return data
+    kind, *parts = data
+    if kind in DICTS:
+        of_kind = {"dict": dict, "odict": collections.OrderedDict, "counter": collections.Counter}[kind]
+        return of_kind({decode(key): decode(item) for _, key, item in parts})
+    if kind in ("list", "tuple", "deque", "set"):
+        return {"list": list, "tuple": tuple, "deque": collections.deque, "set": set}[kind](map(decode, parts))
+    if kind in WRITTEN_NUMBERS:
+        return real(data)
+    if kind == "text":
+        return ast.literal_eval(parts[0])
+    if kind in WRITTEN:
+        return WRITTEN[kind](*parts)
+    if kind == "array":
+        shape, *numbers = map(decode, parts)
+        return importlib.import_module("numpy").array(numbers).reshape(shape)
+    raise TypeError(f"no value can be made of its {kind}")
+
+
+def range_of(length, first=0, second=1):
+    """The range of so many numbers, of which the first two are given."""
+    step = second - first if length > 1 else 1
+    return range(first, first + length * step, step)
+
+
+def time_in_utc(kind):
+    """A function that makes a time of a kind ("datetime", "time"), in UTC, of its text."""
+    def read(text):
+        moment = datetime.datetime.fromisoformat(text).replace(tzinfo=datetime.timezone.utc)
+        return moment if kind == "datetime" else moment.timetz()
+    return read
+
+
+WRITTEN = {                                     # what makes a value of the parts of a kind
+    "nan": lambda: math.nan,
+    "complex": lambda real_part, imaginary: complex(decode(real_part), decode(imaginary)),
+    "bytes": bytes.fromhex,
+    "range": range_of,
+    "date": datetime.date.fromisoformat,
+    "datetime": datetime.datetime.fromisoformat,
+    "datetime utc": time_in_utc("datetime"),
+    "time": lambda text: datetime.datetime.fromisoformat(text).time(),
+    "time utc": time_in_utc("time"),
+    "timedelta": datetime.timedelta,
+    "timezone": lambda offset: datetime.timezone(decode(offset))}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # equality, of what is_encoded
+
+EXACT = 0.0, 0.0                                # a tolerance: how much floats may differ, relative and absolute
+RELATIVE, ROUNDING = 1e-12, 2.0 ** -48          # of rounding: of the number itself, of the largest number of a task
+
+
+def numbers_in(data):
+    """The sizes of the finite floats among encoded values."""
+    if type(data) is list:
+        return [number for part in data for number in numbers_in(part)]
+    return [abs(data)] if type(data) is float and math.isfinite(data) else []
+
+
+def tolerance_of(numbers):
+    """How much floats may differ by rounding in a task with these numbers. Where numbers cancel, what is left is off
+    by the rounding of the largest."""
+    return RELATIVE, ROUNDING * max(numbers, default=0.0)
+
 
 def real(data):
     """An encoded real number as one of Python's; TypeError for all else."""
@@ -190,14 +260,18 @@ def is_complex(data):
     return type(data) is list and data[0] == "complex"
 
 
-def equal_values(a, b):
-    """Are two values equal by Python's rules, but for the rounding of floats?"""
+def equal_values(a, b, tolerance=None):
+    """Are two values equal by Python's rules, but for the rounding of floats?
+    tolerance: that of a task (tolerance_of); None: as if these two values were all its numbers."""
+    if tolerance is None:
+        tolerance = tolerance_of(numbers_in([a, b]))
     if a == b:
         return True
     if is_complex(a) or is_complex(b):
-        return all(map(equal_values, as_complex(a), as_complex(b)))
+        pairs = zip(as_complex(a), as_complex(b))
+        return all(equal_values(part, other, tolerance) for part, other in pairs)
     if not type(a) is type(b) is list:
-        return float in (type(a), type(b)) and equal_numbers(a, b)
+        return float in (type(a), type(b)) and equal_numbers(a, b, tolerance)
     (kind, *parts), (other_kind, *other_parts) = a, b
     if kind in DICTS and other_kind in DICTS:
         if kind == other_kind == "counter":                     # in which a missing count is 0
@@ -210,15 +284,15 @@ def equal_values(a, b):
         other_parts.sort(key=order)
     if kind != other_kind or len(parts) != len(other_parts):
         return False
-    return all(map(equal_values, parts, other_parts))
+    return all(equal_values(part, other, tolerance) for part, other in zip(parts, other_parts))
 
 
-def equal_numbers(a, b):
+def equal_numbers(a, b, tolerance):
     """The same of a float and something else. Two floats, or numbers of which one has a fraction, may differ by
     rounding."""
     try:
         a, b = real(a), real(b)
         is_rounded = type(a) is type(b) is float or a % 1 != 0 or b % 1 != 0
-        return a == b or is_rounded and math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+        return a == b or is_rounded and math.isclose(a, b, rel_tol=tolerance[0], abs_tol=tolerance[1])
     except (OverflowError, TypeError):                          # too large for a float; not a number
         return False

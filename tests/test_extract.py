@@ -14,7 +14,7 @@ import warnings
 import pytest
 
 from colbench import backend, make_tasks
-from colbench.extract_code import compiled_statements, names_of_calls, pieces_of
+from colbench.extract_code import names_of_calls, pieces_of, statements_of
 from colbench.sandbox_worker import execute
 from conftest import ROOT
 
@@ -25,7 +25,7 @@ WANTED = [9, 4, None, 1]
 
 def results(answer, calls=CALLS):
     """What the calls return after the pieces have run as in the scorer (without its walls); or the first fault."""
-    pieces = [compiled_statements(piece.nodes) for piece in pieces_of(answer, names_of_calls(calls))]
+    pieces = [statements_of(piece.nodes) for piece in pieces_of(answer, names_of_calls(calls))]
     module = types.ModuleType("answer")
     with contextlib.redirect_stdout(io.StringIO()):
         execute(pieces, module)

@@ -4,18 +4,21 @@ import decimal
 import fractions
 import itertools
 import json
+import math
 import pathlib
 import random
 import re
 import threading
-from collections import Counter
+from collections import Counter, deque, OrderedDict
 
+import numpy
 import pytest
 
-from colbench import sandbox
+from colbench import questions, sandbox
+from colbench.questions import Names
 from colbench.sandbox import Sandbox
 from colbench.scorer import reward_of, Scorer
-from colbench.values import encode, equal_values, is_encoded, readable
+from colbench.values import decode, encode, equal_values, is_encoded, readable
 from conftest import call as call_stage
 from conftest import read, write
 
@@ -131,6 +134,40 @@ def test_types_complex_numbers_and_surrogates_are_graded(scorer):
         "'\\ud83d\\ude00'", "'\\U0001f600'")] == [[True], [False]]
 
 
+def test_decoding_gives_what_was_encoded():
+    """So what is left of a test is evaluated with the values that an answer gave."""
+    utc = datetime.timezone.utc
+    for value in (None, 7, 2 ** 60, 0.5, 2j, "a", [1, [2]], (1,), {1, 2}, {"a": [1], "b": None}, b"ab", range(2, 9, 3),
+                  range(4, 0, -2), range(0), Counter("aab"), OrderedDict(b=1, a=2), deque([1]),
+                  fractions.Fraction(1, 3), datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3),
+                  datetime.datetime(2024, 1, 2, tzinfo=utc), datetime.time(1, 2), datetime.time(1, 2, tzinfo=utc),
+                  datetime.timedelta(1, 2, 3), utc):
+        decoded = decode(json.loads(json.dumps(encode(value))))
+        assert decoded == value and type(decoded) is type(value)
+    assert decode(encode(decimal.Decimal("0.1"))) == fractions.Fraction(1, 10)
+    assert math.isnan(decode(encode(math.nan)))
+    assert decode(encode(numpy.arange(6).reshape(2, 3))).tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(TypeError, match="no value can be made"):
+        decode(["enum", "Color", "RED"])
+
+
+@pytest.mark.parametrize("call, asked, rest", [
+    ("f(2)", "f(2)", None), ("f(2) == [4]", "f(2)", None), ("abs(f(2) - 6.14) < .001", "f(2)", "abs(value_0 - 6.14)"),
+    ("g(f(2), 1) == f(g(3))", "((g(f(2), 1)), (f(g(3))))", None), ("round(f(2), 2)", "f(2)", "round(value_0, 2)"),
+    ("(n := f(2)) == n * 2", "((f(2)), (f(2)))", "value_1 * 2"), ("[f(x) for x in L] == L", "[f(x) for x in L]", None),
+    ("sorted(L, key=f)", "f", "sorted(L, key=value_0)"), ("Box(1).n + 1 == 2", "Box(1)", "value_0.n + 1")])
+def test_an_answer_gets_the_calls_of_the_tested_functions(call, asked, rest):
+    """At first; of these, f and Box(1) are no data, so that larger parts are asked then."""
+    test = questions.Test(call)
+    test.learn_reference(["ok", ["tuple", 1, 1] if test.operator else 1], Names(set(), {"f", "g", "Box"}))
+    assert (test.asked, test.rest, test.is_settled) == (asked, rest, rest is None)
+    if "value_0.n" in str(rest):
+        test.settle(["error", "TypeError: a value of type Box cannot be compared"], None)
+        assert (test.asked, test.rest) == ("Box(1).n", "value_0 + 1")
+        test.settle(["ok", 0], ["ok", 1])
+        assert test.is_settled and test.asked_on_reference == [0]
+
+
 def test_no_answer_says_that_a_test_cannot_be_graded(scorer):
     answer = "def total(values): raise type('not gradeable', (Exception,), {})('x')"
     [score] = scorer.score([({"ground_truth": "total = sum", "test_cases": {"a": "total([1])"}}, answer)])
@@ -178,7 +215,7 @@ def test_a_comparison_is_of_values_and_no_object_decides_it(scorer):
 
 @pytest.mark.parametrize("call, wrong", [
     ("f(3) == 9", "8"), ("9 == f(3)", "None"), ("f(3) == [9]", "[9]"), ("f(3) != 8", "8"), ("f(0) is None", "0"),
-    ("f(3) < 10", "10"), ("f(3) < 10", "'9'"), ("f(3) < 10", "10 ** 400"), ("f(3) > 8", "8 + 1e-14"),
+    ("f(3) < 10", "10"), ("f(3) < 10", "'9'"), ("f(3) < 10", "10 ** 400"), ("f(3) > 8", "8"),
     ("f(3) >= 9", "8.99"), ("f(3) == f(-3)", "n"), ("f(3) < 10", "float('inf')"), ("str(f(3)) < 'a'", "'b'")])
 def test_a_comparison_with_a_wrong_value_fails(scorer, call, wrong):
     task = task_of(F, call, "f(2)")
@@ -285,7 +322,7 @@ def test_published_verdicts(scorer, monkeypatch):
 
 def test_data_check(tmp_path):
     checked = [                                                     # body of f(n), findings, the best constant answer
-        ("return n", [], 0.75), ("return 1 // n", ["reference fails"], 0.5),    # f(2) == 2 is True, and so 1
+        ("return n", [], 0.5), ("return 1 // n", ["reference fails"], 0.5),     # f(2) == 2 asks for 2
         ("import no_such_package", ["missing package"], 0), ("import random; return random.random()", ["random"], 0),
         ("return False", ["vacuous"], 1), ("return list({str(n), 'a', 'b', 'c', 'd'})", ["order of a set"], 0.5),
         ("return f", ["not comparable"], 0), ("return n", ["repeated"], 0.5)]
@@ -295,4 +332,4 @@ def test_data_check(tmp_path):
     rows = read(tmp_path / "findings.jsonl")
     assert [(list(row["findings"]), row["constant"]) for row in rows] == [row[1:] for row in checked]
     assert "tasks.jsonl:2: reference fails (test0: ZeroDivisionError" in out
-    assert "passes 40.6% of the tests and solves 12.5% of the tasks" in out
+    assert "passes 37.5% of the tests and solves 12.5% of the tasks" in out
