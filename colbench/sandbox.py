@@ -113,17 +113,22 @@ class Sandbox:
             if "error" in hello:
                 raise LayerError(hello["error"])
             if self.layer != "rlimits":
-                (value,), _ = self.run(PROBE.format(path=PROGRAM, hidden=HIDDEN), ["probe()"], 10)
-                if value != ["ok", ""]:
-                    raise LayerError(f"its walls do not stand ({value[1]})")
+                values, _ = self.run(PROBE.format(path=PROGRAM, hidden=HIDDEN), ["probe()"] * 2, 10, renewed=1)
+                for value in values:
+                    if value != ["ok", ""]:
+                        raise LayerError(f"its walls do not stand ({value[1]})")
         except RuntimeError as error:
             raise LayerError(str(error)) from None
 
-    def run(self, code, calls, time_limit_s, imports=None, reference=None, given=None):
+    def run(self, code, calls, time_limit_s, imports=None, **more):
         """Results of the calls, ["ok", value] or ["error", reason] each, and of a reference (imports=None) what it
         imported and defined of the names in the calls (sandbox_worker.imported_names).
+        A call that takes too long or ends its process costs its own result: a new process goes on with the next.
+
+        renewed: so many calls run in one process, and those after them in another.
         given: for each call {name: encoded value}, names that it may read.
-        A call that takes too long or ends its process costs its own result: a new process goes on with the next."""
+        reference: for sandbox_worker.run_compat."""
+        reference, given, renewed = more.get("reference"), more.get("given"), more.get("renewed", 0)
         if sum(map(len, (code, reference or "", *calls))) > REQUEST_LIMIT:
             return [["error", f"larger than {REQUEST_LIMIT:,} characters"]] * len(calls), None
         values, imported, left_s = [], None, LOADS_LIMIT_S + len(calls) * time_limit_s
@@ -132,9 +137,11 @@ class Sandbox:
                 return values + [["error", ANSWER_TIME_LIMIT]] * (len(calls) - len(values)), imported
             request = {"code": code, "calls": calls[len(values):], "imports": imports, "reference": reference,
                        "given": given and given[len(values):],
+                       "renewed": max(0, renewed - len(values)),
                        "limits": (time_limit_s + LOAD_LIMIT_S, time_limit_s)}
             if reference is None:
-                names, request["calls"] = zip(*map(prepared, request["calls"]))
+                names, codes = zip(*map(prepared, request["calls"]))
+                request["calls"] = list(codes)
                 request["tested"] = sorted(set().union(*names))
             run = self.run_process(request, left_s)
             left_s -= run.seconds

@@ -40,6 +40,7 @@ START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S = 60, 4, 20
 CLEAN_LIMIT_S = 5               # to remove the files that a process leaves
 EMPTY = 'cd "$0" && timeout "$1" sh -c "chmod -R u+rwx . && find . -mindepth 1 -delete"'
 THREAD_LIMIT = 64               # threads of an answer
+FINISHED = 64                   # exit code of a process that has made its calls
 LIMITS = ((resource.RLIMIT_AS, MEMORY_LIMIT), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, FILE_LIMIT),
           (resource.RLIMIT_NOFILE, 64))
 WATCH_S = .01                   # seconds between two counts of threads, where the system does not count
@@ -56,36 +57,58 @@ def empty(folder, limit_s):
         return False
 
 
-def run_calls(request, send):
-    """Execute the code afresh for each call, send "loaded", and ["ok", value] or ["error", reason]; "restart" before an
-    early end (threads left running would disturb the next call). Code whose top level fails is judged by what it had
-    defined. A reference also sends which names of the calls it imported or defined, for the calls of the answers."""
-    imports, calls, (load_s, call_s) = request["imports"], request["calls"], request["limits"]
-    signal.setitimer(signal.ITIMER_PROF, load_s)                    # of processor time; its signal ends the process
+def run_calls(request, send, close):
+    """Run the calls of a request: the first `renewed` of them in a process of their own, which is forked when the code
+    is compiled, and the others here. "restart" where the first process leaves files. close(): the last wall."""
+    signal.setitimer(signal.ITIMER_PROF, request["limits"][0])      # of processor time; its signal ends the process
     try:
         pieces, broken = compiled_pieces(request), None
     except BaseException as error:
         pieces, broken = [], reason_of(error)
-    for number, call in enumerate(calls, 1):
+    numbers = range(len(request["calls"]))
+    renewed = request["renewed"]
+    if renewed:
+        process = fork()
+        if process == 0:
+            close()
+            run_each(numbers[:renewed], pieces, broken, request, send)
+            os._exit(FINISHED)
+        exit_code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if exit_code != FINISHED:
+            os._exit(max(0, -exit_code))                            # the signal, as if it had ended this process
+        if os.listdir():
+            send("restart")
+            return
+    close()
+    run_each(numbers[renewed:], pieces, broken, request, send)
+
+
+def run_each(numbers, pieces, broken, request, send):
+    """Execute the code afresh for each call, send "loaded", and ["ok", value] or ["error", reason]; "restart" before an
+    early end (threads left running would disturb the next call). Code whose top level fails is judged by what it had
+    defined. A reference also sends which names of the calls it imported or defined, for the calls of the answers."""
+    imports, calls, (load_s, call_s) = request["imports"], request["calls"], request["limits"]
+    signal.setitimer(signal.ITIMER_PROF, load_s)
+    for number in numbers:
         module = sys.modules["answer"] = types.ModuleType("answer")
         fault = execute(pieces, module) or broken
         signal.setitimer(signal.ITIMER_PROF, call_s)
         send("loaded")
-        if number == 1 and imports is None:
+        if number == 0 and imports is None:
             send(imported_names(calls, module.__dict__, pieces))
         try:
             scope = scope_of_a_call(module, imports)
             if request["given"]:
-                scope = {**scope, **decoded(request["given"][number - 1])}
-            result = ["ok", encode(eval(call, scope))]
+                scope = {**scope, **decoded(request["given"][number])}
+            result = ["ok", encode(eval(calls[number], scope))]
         except BaseException as error:
             # Examples in the answer may have failed, too: that says why a call fails only if it lacks a name.
             result = ["error", fault if fault and isinstance(error, NameError) else reason_of(error)]
         signal.setitimer(signal.ITIMER_PROF, load_s)
         send(result)
-        if len(sys._current_frames()) > 1 and number < len(calls):
+        if len(sys._current_frames()) > 1 and number + 1 < len(calls):
             send("restart")
-            return
+            os._exit(0)
 
 
 def decoded(given):
@@ -454,19 +477,23 @@ class Walls:
 
     layer: its name
     program: the filter of system calls, and the memory it is in
+    last_steps: the calls, as of confinement, that are made just before the code of an answer runs
     user: the real user that answers run as, see free_user
     rules: a descriptor of Landlock rules, in that layer
     null: a descriptor of /dev/null
     steps: see confinement"""
 
     def __init__(self, layer, paths, work):
-        self.layer = layer
+        self.layer, self.last_steps = layer, []
         if layer == "rlimits":
             return
         libc.prctl(1, signal.SIGKILL, 0, 0, 0)
         self.program = system_call_filter()
+        self.last_steps.append((libc.prctl, (1, signal.SIGKILL.value, 0, 0, 0)))        # PR_SET_PDEATHSIG
+        self.last_steps.append((libc.prctl, (22, 2, self.program[0], 0, 0)))            # PR_SET_SECCOMP
         self.user = free_user()
         if layer == "landlock":
+            libc.prctl(36, 1, 0, 0, 0)                          # PR_SET_CHILD_SUBREAPER: end_all waits for all
             self.rules = landlock_rules(paths, work)
         else:
             enter_namespaces(paths, work)
@@ -489,7 +516,6 @@ def confinement(walls):
     if walls.layer == "landlock":
         steps.append((libc.syscall, (446, walls.rules, 0)))
         steps.append((os.close, (walls.rules,)))
-    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0)))             # PR_SET_SECCOMP
     return steps
 
 
@@ -510,6 +536,11 @@ def thread_limit(walls):
 def confine(steps, seconds):
     """In the forked process, before it reads its request."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    take(steps)
+
+
+def take(steps):
+    """Make the calls of confinement."""
     for function, arguments in steps:
         if function(*arguments):                                # None of Python's functions, 0 of the system's
             raise OSError(f"a wall does not stand: {function}{arguments}")
@@ -538,7 +569,11 @@ def serve_one(walls, length, seconds, requests, results):
                 data = data[os.write(results, data):]
 
         send("ready")
-        (run_calls if request["reference"] is None else run_compat)(request, send)
+        if request["reference"] is None:
+            run_calls(request, send, close=lambda: take(walls.last_steps))
+        else:
+            take(walls.last_steps)
+            run_compat(request, send)
     finally:
         os._exit(0)
 
@@ -554,7 +589,8 @@ def end_all(walls, child):
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
-    return [status & 0x7F, usage.ru_utime + usage.ru_stime]
+    last_signal = abs(os.waitstatus_to_exitcode(status))            # also as an exit code (run_calls)
+    return [last_signal, usage.ru_utime + usage.ru_stime]
 
 
 def kill(pid):
@@ -585,8 +621,17 @@ def wait_for_end(walls, child, bell):
         elif ready:                                             # an order to kill, or the caller has gone
             os.read(0, HEADER.size)
             return
-        elif len(os.listdir(f"/proc/{child}/task")) > 1 + THREAD_LIMIT:
+        elif num_threads(child) > 2 + THREAD_LIMIT:             # and one for each process
             return
+
+
+def num_threads(child):
+    """The threads of a process and of those that it has forked."""
+    number = len(os.listdir(f"/proc/{child}/task"))
+    with contextlib.suppress(OSError):                              # it has ended
+        with open(f"/proc/{child}/task/{child}/children") as file:
+            number += sum(len(os.listdir(f"/proc/{process}/task")) for process in file.read().split())
+    return number
 
 
 def main():

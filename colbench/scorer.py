@@ -10,7 +10,7 @@ from collections import namedtuple
 
 from colbench import ColBenchError, task_id
 from colbench.questions import ASKS_NOTHING, names_of, NONE_ALONE, placeholder, Test
-from colbench.sandbox import LayerError, Sandbox, TIME_LIMIT
+from colbench.sandbox import LayerError, Sandbox
 from colbench.values import equal_values, EXACT, readable, tolerance_of
 
 log = logging.getLogger(__name__)
@@ -144,26 +144,24 @@ class Scorer:
 
     def reference_results_of(self, child, code, calls):
         """clean_results of a reference, which runs twice at least, and what it imported (Sandbox.run)."""
-        results, sent = child.run(code, calls, self.time_limit_s)
-        reversed_results, _ = child.run(code, calls[::-1], self.time_limit_s)
-        if reversed_results[::-1] == results:
-            return results, sent
+        results, sent = child.run(code, calls + calls[::-1], self.time_limit_s, renewed=len(calls))
+        if results == results[::-1]:
+            return results[:len(calls)], sent
         first, second = [[child.run(code, [call], self.time_limit_s)[0][0] for call in calls] for _ in range(2)]
         return [result if result == again else ["error", NOT_TWICE] for result, again in zip(first, second)], sent
 
     def clean_results(self, child, code, calls, imports):
-        """What calls give on an answer, each as if it were the first: they run in their order and in the reverse order,
-        and where that makes a difference, as one has left something to the next, each in a process of its own. (That
-        would take several times as long for all.) A call that has taken too long is not made again."""
-        def run(calls):
-            results, _ = child.run(code, calls, self.time_limit_s, imports)
-            return results
-        results = run(calls)
-        in_time = [number for number, result in enumerate(results) if result != ["error", TIME_LIMIT]]
-        reversed_results = run([calls[number] for number in reversed(in_time)])
-        if len(calls) < 2 or reversed_results[::-1] == [results[number] for number in in_time]:
-            return results
-        return [run([call])[0] for call in calls]
+        """What calls give on an answer, each as if it were the first.
+
+        They run in their order and, in a new process, in the reverse order. Where that makes a difference, as one has
+        left something to the next, each runs in a process of its own, which would take several times as long for all.
+        """
+        if len(calls) < 2:
+            return child.run(code, calls, self.time_limit_s, imports)[0]
+        results, _ = child.run(code, calls + calls[::-1], self.time_limit_s, imports, renewed=len(calls))
+        if results == results[::-1]:
+            return results[:len(calls)]
+        return [child.run(code, [call], self.time_limit_s, imports)[0][0] for call in calls]
 
     def rest_results(self, child, tests, results, imports):
         """What is left of tests gives with the values of what they asked, `results`: of each test ["ok", value] or
