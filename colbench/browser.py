@@ -46,6 +46,7 @@ PAGE_START = beside("page_start.js")
 # These run in a world of their own, with the page's document, but without what its scripts may have changed. The load
 # event is what tells that all is there: readyState is "complete" as soon as a written document is closed.
 PAGE_LOAD = beside("page_load.js")
+PAGE_SCROLL = beside("page_scroll.js") % MAX_HEIGHT_PX
 PAGE_SETTLE = beside("page_settle.js")
 # What may act, load or move, and the attributes whose effect outlives their elements (the colours of links, the title
 # that chooses among style sheets): a page without any of these leaves nothing behind, and the next gets its window.
@@ -68,7 +69,7 @@ TAILWIND = [                                                       # address -> 
     (rf"{NPM}/@tailwindcss/browser@[~^]?4[^/]*(/|/dist/index\.global\.js)?",
      "tailwindcss-browser-4.3.3/dist/index.global.js")]
 RENDERER = hashlib.sha256(repr((VIEWPORT, MAX_WIDTH_PX, MAX_HEIGHT_PX, PAGE_CLOCK_MS, BROWSER_FLAGS, FONTS, PAGE_START,
-                                PAGE_LOAD, PAGE_SETTLE, PHOTO)).encode()).hexdigest()
+                                PAGE_LOAD, PAGE_SCROLL, PAGE_SETTLE, PHOTO)).encode()).hexdigest()
 
 
 def screenshot_path(images, html):
@@ -374,6 +375,12 @@ class Browser:
             raise self.Error(details.get("exception", {}).get("description") or details["text"])
         return reply["result"].get("value")
 
+    async def run_clock(self, tab, until_ms):
+        """Let the own clock of a page go on to a time."""
+        for frame in tab.page.frames:
+            if frame.url:                                           # one that was refused has none, and runs nothing
+                await frame.evaluate(f"window.__run && __run({until_ms})")
+
     async def draw(self, tab, html, path, read):
         """The Render of a page in a tab."""
         active = ACTIVE.search(html)
@@ -381,9 +388,10 @@ class Browser:
             await self.clear(tab)
         tab.html, tab.new = html, False
         await self.evaluate(tab, PAGE_LOAD % json.dumps(html))
-        for frame in tab.page.frames if active else []:
-            if frame.url:                                           # one that was refused has none, and runs nothing
-                await frame.evaluate(f"window.__run && __run({PAGE_CLOCK_MS})")
+        if active:
+            await self.run_clock(tab, PAGE_CLOCK_MS // 2)
+            await self.evaluate(tab, PAGE_SCROLL)                   # for what appears when it is scrolled to
+            await self.run_clock(tab, PAGE_CLOCK_MS)
         await self.evaluate(tab, PAGE_SETTLE)
         spec = await self.evaluate(tab, read) if read else None
         if path and not path.is_file():

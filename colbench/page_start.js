@@ -29,6 +29,15 @@
     Date: RealDate.prototype.constructor = new Proxy(RealDate, {
       construct: (target, args, made) => Reflect.construct(target, args.length ? args : [start + now], made),
       apply: () => new RealDate(start + now).toString()})});
+  const Observer = IntersectionObserver;        // what has been scrolled to stays shown
+  window.IntersectionObserver = class IntersectionObserver extends Observer {
+    constructor(call, options) {
+      super((entries, observer) => {
+        const seen = entries.filter(entry => entry.isIntersecting);
+        if (seen.length) call.call(observer, seen, observer);
+      }, options);
+    }
+  };
   Object.defineProperty(Document.prototype, "lastModified", {value: "01/01/2025 12:00:00"});
   Object.defineProperty(performance, "timeOrigin", {value: start});
   Object.defineProperty(performance, "timing", {value: new Proxy({}, {get: () => start})});

@@ -142,6 +142,28 @@ def test_same_bytes(browser, tmp_path):
     assert value(browser, scrolled, "[getComputedStyle(a).marginLeft, document.getAnimations().length]") == ["90px", 0]
 
 
+PARTS = "<style>body {margin: 0} p {height: 900px; margin: 0; opacity: 0; background: red; transition: 1s} .on " \
+        "{opacity: 1}</style>" + 5 * "<p></p>" + "<script>const parts = document.querySelectorAll('p'); %s</script>"
+OBSERVE = "const o = new IntersectionObserver(all => all.forEach(e => %s)); parts.forEach(part => o.observe(part))"
+
+
+@pytest.mark.parametrize("script", [
+    OBSERVE % "e.isIntersecting && e.target.classList.add('on')",
+    OBSERVE % "e.target.classList.toggle('on', e.isIntersecting)",             # it leaves, too
+    OBSERVE % "e.isIntersecting && setTimeout(() => e.target.classList.add('on'), 300)",
+    "onscroll = () => parts.forEach(p => p.getBoundingClientRect().top < 720 && p.classList.add('on')); onscroll()"])
+def test_what_appears_when_it_is_scrolled_to_is_shown(browser, script):
+    image, place, fault = render(browser, PARTS % script, read="scrollY")
+    image = picture(image)
+    assert (fault, place, image.size) == (None, 0, (1280, 4500))
+    assert [image.getpixel((600, top)) for top in range(450, 4500, 900)] == 5 * [(255, 0, 0)]
+
+
+def test_a_page_that_grows_when_it_is_scrolled_ends(browser):
+    grow = "onscroll = () => { for (let i = 0; i < 9; i++) document.body.append(document.createElement('p')) }"
+    assert picture(render(browser, PARTS % grow).image).size == (1280, 8192)
+
+
 # Each page that could leave something in the window stands before one that would show it: the colours of links, the
 # style sheet that a title chose, colour scheme, fonts and rules by name, direction, sizes, quirks, form fields,
 # pictures and sheets in the cache, what was visited, what moves.
