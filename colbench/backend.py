@@ -197,8 +197,8 @@ def make_task(rng, name, told, accept):
 # what the agent knows, and what a turn is worth
 
 def learned(task, message, reply):
-    """The agent learns what it asks about."""
-    return topics_asked(task["facts"], message)
+    """The agent learns what it asks about and the user answers."""
+    return dialogue.facts_answered(task["facts"], message, reply)
 
 
 def kind_of(task, known, history, message):

@@ -164,6 +164,27 @@ def best_topics(texts, message):
     return tuple(longest[:2])
 
 
+DOES_NOT_KNOW = re.compile(r"(?:\bnot|\bcannot|n['’]t)\b[^.!?;,]*\b(?:know|sure|certain|say|tell)\b|"
+                           r"\bno idea\b|\bunsure\b|\bunknown\b", re.IGNORECASE)
+
+
+def facts_answered(facts, message, reply):
+    """Which facts (indices) a message asks about and the reply answers.
+
+    It answers if a sentence of it neither says that the user does not know nor asks back; but not the facts of which a
+    sentence says that. Whether it is right nobody checks."""
+    refusals, answers = [], []
+    for sentence in re.split(r"(?<=[.!?])\s+|\n", reply):
+        if DOES_NOT_KNOW.search(sentence):
+            refusals.append(sentence)
+        elif sentence.strip() and not sentence.rstrip().endswith("?"):
+            answers.append(sentence)
+    if not answers:
+        return []
+    refused = topics_asked(facts, " ".join(refusals)) if refusals else []
+    return [index for index in topics_asked(facts, message) if index not in refused]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the scripted agent
 

@@ -418,11 +418,12 @@ def facts_seen(task, query, table):
 
 
 def learned(task, message, reply):
-    """The agent learns what it asks the user about, and what the rows of a look show."""
+    """The agent learns what it asks the user about and the user answers, and what the rows of a look show."""
     query = query_of(message)
     if query is not None:
         return facts_seen(task, query, reply)
-    return [index for index in topics_asked(task["facts"], message) if task["facts"][index]["by"] == "ask"]
+    answered = dialogue.facts_answered(task["facts"], message, reply)
+    return [index for index in answered if task["facts"][index]["by"] == "ask"]
 
 
 def in_one_line(statement):

@@ -1,11 +1,12 @@
 """Dialogues about functions and queries: topics, kinds of turns, what is known, leaks of code."""
 import asyncio
+import itertools
 import json
 import random
 
 import pytest
 
-from colbench import backend, sql
+from colbench import backend, dialogue, make_tasks, sql
 from conftest import ROOT, turns
 
 TASK = json.loads((ROOT / "tests" / "queries.json").read_text())["task"]    # a limit, a year to look up, a deadline
@@ -64,6 +65,31 @@ def test_what_is_known_decision_by_decision():
         assert sql.all_known(TASK, START + more) == all(known)
     assert facts[0] == ("the limit: 1", True)
     assert sql.facts({}, START) is None and sql.turn_kind({}, START, "Well?") is None
+
+
+@pytest.mark.parametrize("reply, known", [
+    ("1", True), ("It is so.", True), ("No.", True), ("That does not matter to me.", True),
+    ("I am not sure about the deadline. The limit is 1.", True), ("Well, I'd say 1. Do you need more?", True),
+    ("I do not know.", False), ("I don’t know that.", False), ("", False), ("What do you mean?", False),
+    ("I have no idea. Could you ask about something specific?", False), ("I cannot tell you.", False),
+    ("I do not know the limit. The deadline is May.", False)])
+def test_what_the_user_does_not_answer_is_not_known(reply, known):
+    history = turns("How many?", "What is the limit? And the deadline?", reply)
+    told = {**TASK, "facts": [{**fact, "told": fact["by"] == "look"} for fact in TASK["facts"]]}
+    assert backend.all_known(told, history) == sql.all_known(told, history) == known
+    assert backend.turn_kind(told, history, "The limit?") == ("repeat" if known else "needed")
+
+
+@pytest.mark.parametrize("domain", [backend, sql])
+def test_the_rule_based_user_answers_all_that_it_is_asked(domain):
+    rng = random.Random(0)
+    for task in make_tasks(domain, 20, 0, "all", "none"):
+        for fact, other in itertools.product(task["facts"], repeat=2):
+            history = turns("?", f"{rng.choice(fact['questions'])} {rng.choice(other['questions'])}")
+            asked = dialogue.topics_asked(task["facts"], history[1]["content"])
+            reply = {"role": "user", "content": dialogue.known_reply(task, history, rng)}
+            for_user = {index for index in asked if task["facts"][index].get("by") != "look"}
+            assert domain.known_facts(task, [*history, reply]) == for_user
 
 
 def test_an_asker_takes_what_has_most_values_first():
