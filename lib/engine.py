@@ -253,7 +253,7 @@ class Engine:
         ids, positions, uniforms, temperatures = inputs.unbind(1)                                     # (R,) each
         ids, positions = ids.long()[:, None], positions.long()[:, None]                               # (R, 1) each
         states = self.forward(slice(len(inputs)), ids, positions, width)                              # (R, 1, H)
-        logits = projection_of(self.model).logits(states[:, 0])                                       # (R, V)
+        logits = projection_of(self.model).float_logits(states[:, 0])                                 # (R, V)
         return next_tokens(logits[:, :self.num_ids], uniforms.float(), temperatures.float())
 
     def finish(self, slot):

@@ -10,7 +10,7 @@ import torch
 import bench_rollout
 from lib import engine as engine_module
 from lib.engine import Engine, few_sizes, next_tokens
-from lib.models import WIDTH_STEP
+from lib.models import projection_of, WIDTH_STEP
 from lib.seeds import uniforms
 from server import generate
 
@@ -163,6 +163,25 @@ def test_bfloat16(tiny):
     engine = Engine(model, [], 2, 400)
     for [ids] in together(*(engine.generate(prompt, randoms_of(0), 1.0) for prompt in prompts_of(3, 40))):
         assert len(ids) == 24 and max(ids) < 781
+
+
+def test_logits_are_float32_sums_as_in_scores(tiny, monkeypatch):
+    """In bfloat16, too: the product of Scorer and engine is one."""
+    model, sampled, forward = copy.deepcopy(tiny[0]).bfloat16(), [], Engine.forward
+    projection, expected = projection_of(model), []
+
+    def states_of(*args):
+        states = forward(*args)
+        expected.append(states[:, 0].float() @ projection.weight.float().t())
+        return states
+
+    def spied(logits, *args):
+        sampled.append(logits)
+        return next_tokens(logits, *args)
+    monkeypatch.setattr(Engine, "forward", states_of)
+    monkeypatch.setattr(engine_module, "next_tokens", spied)
+    ask(Engine(model, [], 1, 400), prompts_of(0)[0][:1], randoms_of(0, max_new_tokens=5))
+    assert len(sampled) == 5 and all(map(torch.equal, sampled, expected))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
