@@ -128,7 +128,7 @@ def train(scorer, examples, ref_logps, returns, args, run):
     """Train the scorer's model on the examples, from the last saved state.
     ref_logps: what common.reference_logps gives for each example.
     returns: with --head value, the return of each example's trajectory, at least 0."""
-    loop = training.Loop(scorer, examples, args.batch_size, args, run)
+    loop = training.Loop(scorer, examples, args.batch_size, args, run, has_dropout=args.head == "value")
     for step, batch_numbers in loop.steps():
         num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):

@@ -423,7 +423,7 @@ def train(scorer, examples, ref_logps, losses_of, args, run):
     """Train the scorer's model on the examples, from the last saved state.
     ref_logps: what common.reference_logps gives for each example; None where turns are imitated.
     losses_of: as of Method."""
-    loop = training.Loop(scorer, examples, examples_a_step(args), args, run)
+    loop = training.Loop(scorer, examples, examples_a_step(args), args, run, has_dropout=ref_logps is None)
     for step, batch_numbers in loop.steps():
         num_terms = sum(num_loss_terms(examples[i]) for i in batch_numbers)     # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):

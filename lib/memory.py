@@ -97,7 +97,7 @@ def planned_model(config, step):
         if step.lora:
             models.add_adapter(model, step.lora, dtype)
     if step.sharding.activation_checkpointing:
-        model.activation_checkpointing_enable()
+        models.checkpoint_layers(model)
     return model
 
 

@@ -13,6 +13,7 @@ import re
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from colbench.schema import label, record
 from lib.runtime import files_digest, InputError, is_main, on_main, one_line, optional, read_json, say
@@ -514,7 +515,7 @@ def shard(scorer, run, sharding):
     """Make a module (common.Scorer) and its `model` ready for training: split, checkpointed and compiled as `sharding`
     says. Returns the module."""
     if sharding.activation_checkpointing:
-        scorer.model.activation_checkpointing_enable()
+        checkpoint_layers(scorer.model)
     if run.device.type == "cuda" and sharding.dtype == "bfloat16" and takes_grouped_queries():
         use_grouped_attention(scorer.model)
     adapted = adapter_layers(scorer.model)
@@ -531,6 +532,15 @@ def shard(scorer, run, sharding):
         for layer in layers_of(scorer.model):
             layer.compile(dynamic=True)                             # one compilation for all layers and lengths
     return scorer
+
+
+def checkpoint_layers(model):
+    """Have a model keep the input of each layer alone, and compute the layer again in the backward pass.
+    transformers' own checkpointing does nothing in evaluation mode, in which preferences are trained."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def ask_gradients(_, ids, states):

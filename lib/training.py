@@ -126,10 +126,13 @@ class Loop:
         for step, batch_numbers in loop.steps():
             for micro, weights in rank_batches(batch_numbers, …):
                 loop.backward({"loss": …}, weights / num_terms)     # num_terms: of the step, whose loss is a mean
-            loop.update(step)"""
+            loop.update(step)
 
-    def __init__(self, scorer, examples, batch_size, args, run):
+    has_dropout: False where the loss compares log-probabilities with a reference's, which are computed without."""
+
+    def __init__(self, scorer, examples, batch_size, args, run, has_dropout=True):
         self.scorer = scorer
+        self.has_dropout = has_dropout
         self.examples = examples
         self.args = args
         self.run = run
@@ -148,9 +151,11 @@ class Loop:
 
     def steps(self):
         """Yields (step, the numbers of its examples) for each step that is left."""
-        self.scorer.train()
+        self.scorer.train(self.has_dropout)
         for step in range(self.first_step, self.num_steps):
-            torch.manual_seed(self.args.seed * self.num_steps + step)       # for dropout: a resumed run draws the same
+            # for dropout: ranks draw different numbers, and a resumed run the same again
+            number = self.args.seed * self.num_steps + step
+            torch.manual_seed(number * self.run.world_size + self.run.rank)
             self.sums = collections.Counter()
             yield step, self.batches[step]
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
 from colbench import backend
-from conftest import BASE, critic_note
+from conftest import BASE, call, critic_note, read
 from lib import models
 from lib.models import load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
 from lib.runtime import InputError, start
@@ -47,8 +47,8 @@ PROMPT = "<|user|>Can you write a function that works out the price of a ticket 
 ACTIONS = [[33, 34, 780], [50, 51, 52, 53, 54, 780], [60, 780]]
 
 
-def model_of(family):
-    sizes = {**SIZES, **FAMILIES[family]}
+def model_of(family, **more):
+    sizes = {**SIZES, **FAMILIES.get(family, {}), **more}
     if family == "mamba":
         sizes = {key: value for key, value in sizes.items() if "head" not in key}
     torch.manual_seed(0)
@@ -157,6 +157,35 @@ def test_an_adapter_of_experts_is_refused_before_training(tokenizer, tmp_path):
     with pytest.raises(InputError, match="--lora: would adapt experts, .* q_proj v_proj"):
         lora_config(folder, 4, None, False)
     assert lora_config(folder, 4, ["q_proj", "v_proj"], False)
+
+
+# --- dropout
+
+@pytest.mark.parametrize("family, more", [("gpt2", {}), ("qwen2", {"attention_dropout": .5})])
+def test_preferences_are_compared_without_dropout(tokenizer, workspace, tmp_path, family, more):
+    """As the reference is. Imitation keeps it."""
+    model = model_of(family, n_positions=2048, max_position_embeddings=2048, **more)
+    words = ["--trajectories", workspace / "offline.jsonl", "--num-trajectories", 36, "--max-steps", 1, "--model",
+             folder_of(model, tokenizer, tmp_path / "model"), "--nll-coef", 0, "--out"]
+    losses = {}
+    for number, method in ((4, ["--method", "mtdpo"]), (3, []), (4, ["--method", "rft"])):
+        out = tmp_path / "".join(["out", *method])
+        call(number, *words, out, *method)
+        losses[out.name] = read(out / "metrics.jsonl")[0]["loss"]
+    assert losses.pop("out--methodrft") > 0
+    assert list(losses.values()) == pytest.approx([math.log(2)] * 2, abs=1e-5)
+
+
+def test_layers_are_computed_again_in_evaluation_mode_too(tokenizer):
+    """--activation-checkpointing, with the same gradients."""
+    batch, gradients, num_passes = common.collate([common.actions_item(tokenizer, PROMPT, ACTIONS)]), [], []
+    for again in (False, True):
+        scorer = common.Scorer(model_of("llama"))
+        models.shard(scorer, start(0), Sharding(activation_checkpointing=again)).eval()
+        scorer.model.model.layers[0].self_attn.register_forward_hook(lambda *_, again=again: num_passes.append(again))
+        scorer(batch).pow(2).sum().backward()
+        gradients.append([parameter.grad for parameter in scorer.parameters()])
+    assert num_passes == [False, True, True] and all(map(torch.equal, *gradients))
 
 
 # --- how long a row may be

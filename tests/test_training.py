@@ -302,6 +302,18 @@ def test_steps_by_hand(tmp_path, monkeypatch):
         assert scorer.training
 
 
+def test_ranks_draw_different_numbers_for_dropout_and_a_resumed_run_the_same(tmp_path):
+    example = common.Example([[common.Row([5], [0])]], [], "a")
+    args = argparse.Namespace(out=tmp_path, epochs=3, seed=0, max_steps=None, lr=0.1, save_every=9, track=None)
+    start(0)
+
+    def numbers_of(rank):
+        loop = Loop(torch.nn.Linear(2, 1), [example], 1, args, Runtime(rank, 2, "cpu"))
+        return [torch.rand(1).item() for _ in loop.steps()]
+    numbers = numbers_of(0) + numbers_of(1)
+    assert len(set(numbers)) == 6 and numbers == numbers_of(0) + numbers_of(1)
+
+
 def test_a_part_that_gets_no_gradient_has_no_state(tmp_path):
     start(0)
     models = [torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "vision_tower": torch.nn.Linear(2, 1)})
