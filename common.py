@@ -454,8 +454,10 @@ def hidden_states(model, batch):
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
     if batch.mask is not None:
         mask = models.decoder_mask(model, models.sliding_window(model), batch.mask, batch.positions, batch.positions)
-    output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
-                                 use_cache=False)
+    positions, most = batch.positions, models.most_positions(model.config)
+    if positions.shape[1] > most:                                    # those of padding may have no place in the model
+        positions = positions.clamp(max=int(most) - 1)
+    output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=positions, use_cache=False)
     return output.last_hidden_state
 
 

@@ -1,4 +1,5 @@
 """Models: chat templates, loading whole or split over ranks, what differs between families, adapters, saving."""
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -199,13 +200,39 @@ def max_positions(name):
 
 def most_positions(config):
     """The most tokens that a model of this configuration takes, a prompt with its reply; math.inf of one that counts no
-    positions (Mamba)."""
+    positions (Mamba). Where the rotary frequencies of a pass change with its highest position (longrope, dynamic NTK),
+    those that a pass may have before they change: else a number would depend on its neighbours in a batch."""
     config = config.get_text_config()
     most = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("linear", "dynamic", "yarn"):      # Qwen's files give the length before stretching
+    if rope.get("rope_type") in ("linear", "yarn"):                 # Qwen's files give the length before stretching
         most *= rope.get("factor") or 1
+    for layer_type, kind in rope_types(config):
+        most = min(most, num_with_first_frequencies(config, layer_type, kind, most))
     return most
+
+
+def rope_types(config):
+    """[(kind of layers, None where all are alike; the rope_type of these)] of a configuration of text alone."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        return [(None, rope["rope_type"])]
+    return [(layer_type, own["rope_type"]) for layer_type, own in rope.items() if isinstance(own, dict)]
+
+
+def num_with_first_frequencies(config, layer_type, rope_type, most):
+    """Up to how many tokens, at most `most`, a pass has the rotary frequencies of a pass of one token."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    if rope_type not in ROPE_INIT_FUNCTIONS:                        # "default"
+        return most
+
+    def frequencies(num_tokens):
+        numbers, scale = ROPE_INIT_FUNCTIONS[rope_type](config, seq_len=num_tokens, layer_type=layer_type)
+        return numbers.tolist(), scale
+    first = frequencies(1)
+    if frequencies(most) == first:
+        return most
+    return bisect.bisect_left(range(1, int(most) + 1), True, key=lambda number: frequencies(number) != first)
 
 
 def reads_images(name):
@@ -260,6 +287,14 @@ def check_vocabulary(tokenizer, model, name):
                          "resize them")
 
 
+def say_most_positions(config, name):
+    """Say so where a model takes fewer tokens here than its configuration says."""
+    longest, most = getattr(config.get_text_config(), "max_position_embeddings", 0), most_positions(config)
+    if most < (longest or 0):
+        say(f"{name}: is used for up to {most:,} tokens, not {longest:,}: with more its rotary frequencies change, also "
+            "those of shorter rows in the same batch")
+
+
 def whole_model(name, dtype=torch.float32):
     """The model of load_model, or one that sees. Its config says whether output and input embeddings are one tensor, as
     its files have it. InputError where they lack a tensor, which would get random numbers."""
@@ -269,6 +304,7 @@ def whole_model(name, dtype=torch.float32):
     if info["missing_keys"]:
         raise InputError(f"{name}: its files lack {', '.join(sorted(info['missing_keys'])[:5])}")
     check_vocabulary(load_tokenizer(name), model, name)
+    say_most_positions(model.config, name)
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False

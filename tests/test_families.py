@@ -14,7 +14,7 @@ import common
 from colbench import backend
 from conftest import BASE, call, critic_note, read
 from lib import models
-from lib.models import load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
+from lib.models import encode, load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
 from lib.runtime import InputError, start
 from server import generate
 
@@ -203,8 +203,56 @@ def test_what_is_longer_than_the_model_takes_is_one_line(tokenizer, tmp_path):
             common.action_outputs(common.Scorer(model), [long], 4096)
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4,
+            "original_max_position_embeddings": 64}
+NEIGHBOURS = {"phi3": {"rope_parameters": {"rope_theta": 1e4, **LONGROPE}, "original_max_position_embeddings": 64},
+              "llama": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0},
+                        "max_position_embeddings": 64}}
+
+
+@pytest.mark.parametrize("family", NEIGHBOURS)
+@pytest.mark.parametrize("step", [1, 48])
+def test_no_number_depends_on_how_long_its_neighbours_are(tokenizer, family, step, monkeypatch):
+    """Rotary frequencies that change with the highest position of a pass: a row of 49 tokens beside a tree of 130, and
+    both in other orders; in the engine a prompt beside longer ones. step: of padding, as on a GPU."""
+    monkeypatch.setitem(models.WIDTH_STEP, "cpu", step)
+    model, prompt = model_of(family, **NEIGHBOURS[family]), "<|user|>the price<|end|><|assistant|>"
+    start = encode(tokenizer, prompt)
+    row = [common.Row(start + [33] * (49 - len(start)), [-1] * len(start) + [0] * (49 - len(start)))]
+    ids = torch.tensor([row[0].ids])
+    with torch.no_grad():
+        logps = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])
+    expected = logps[len(start) - 1:].sum()
+    tree = common.actions_item(tokenizer, prompt, [[40] * 30, [50] * 40, [60] * 55])
+    scorer, alone = common.Scorer(model), []
+    for item in (row, tree):
+        alone += common.action_outputs(scorer, [item], 4096)
+    torch.testing.assert_close(alone[0][0], expected, atol=1e-3, rtol=0)
+    for found in (common.action_outputs(scorer, [row, tree], 4096),
+                  common.action_outputs(scorer, [tree, row], 4096)[::-1]):
+        torch.testing.assert_close(torch.cat(found), torch.cat(alone), atol=1e-3, rtol=0)
+    with pytest.raises(InputError, match="takes 64 tokens"):
+        common.action_outputs(scorer, [row, [common.Row([33] * 65, [-1] + [0] * 64)]], 4096)
+    prompts = [start, [33] * 40, [50] * 56]
+    uniforms = torch.full((3, 8), .5)
+    together = generate(model, prompts, uniforms, 1.0, [])
+    assert together == sum((generate(model, [prompt], uniforms[:1], 1.0, []) for prompt in prompts), [])
+    with pytest.raises(AssertionError):                             # Sampler says it in a line
+        generate(model, [*prompts, [33] * 60], torch.full((4, 8), .5), 1.0, [])
+
+
+def test_a_model_that_takes_fewer_tokens_than_its_files_say_is_said(tokenizer, tmp_path, capsys):
+    folder = folder_of(model_of("phi3", **NEIGHBOURS["phi3"]), tokenizer, tmp_path)
+    load_model(folder, "cpu")
+    assert capsys.readouterr().out.count(f"{folder}: is used for up to 64 tokens, not 256: ") == 1
+
+
 @pytest.mark.parametrize("family, rope, most", [
     ("llama", {"rope_type": "default"}, 256),
+    ("llama", {"rope_type": "dynamic", "factor": 4.0}, 256), ("llama", LONGROPE, 64),
+    ("llama", {**LONGROPE, "long_factor": [1.0] * 4}, 256),          # never changes
+    ("gemma3_text", {"full_attention": {"rope_theta": 1e4, **LONGROPE},
+                     "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}, 64),
     ("qwen2", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
     ("llama", FULL["llama"]["rope_parameters"], 256),                # Llama 3's files give the length after stretching
     ("mamba", {}, math.inf)])                                        # has no positions
