@@ -31,9 +31,21 @@ def encode(tokenizer, text):
     return tokenizer(text.encode(errors="replace").decode(), add_special_tokens=False)["input_ids"]
 
 
+THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))    # what they stand between
+
+
+@functools.lru_cache
+def unseen_ids(tokenizer):
+    """The ids of special tokens but for the marks of thoughts, which may be special, too (Mistral's)."""
+    marks = {mark for kind in THOUGHTS for mark in kind}
+    return {number for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special and token.content not in marks}
+
+
 def decode(tokenizer, ids):
-    """The text of ids as they were sampled, without special tokens."""
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    """The text of ids as they were sampled, without special tokens but with the marks of thoughts (THOUGHTS)."""
+    seen = [number for number in ids if number not in unseen_ids(tokenizer)]
+    return tokenizer.decode(seen, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def continuation(tokenizer, prompt, text):

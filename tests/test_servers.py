@@ -17,7 +17,7 @@ import common
 import lib.servers
 from colbench import backend, task_id
 from conftest import BASE, begin, call, critic_note, killed, Partial, policy_flags, read, refused, run, turns, write
-from lib.models import encode, load_tokenizer, stop_ids
+from lib.models import decode, encode, load_tokenizer, stop_ids
 from lib.runtime import InputError, Rows, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
 from lib.seeds import server_seed
@@ -117,6 +117,24 @@ def test_thoughts_that_the_prompt_opens_are_told_by_the_ids(sampled, text, visib
     assert sampler.visible(reply) == visible
     fault = sampler.fault_of(reply._replace(prompt=None), prompt, may_be_empty=False)
     assert fault is None if visible else "only thoughts" in fault
+
+
+MISTRAL = "[THINK]plan[/THINK]Which?"
+
+
+@pytest.mark.parametrize("said", [MISTRAL, "<think>plan</think>Which?", "plan Which?", "Which?", "another"])
+def test_thoughts_between_special_tokens_are_told_by_the_ids(said):
+    """Of a model on this machine; and of a server, which may put thoughts apart or drop their marks."""
+    tokenizer, prompt = load_tokenizer(str(BASE)), "<|user|>Hello<|end|><|assistant|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    ids = [*encode(tokenizer, MISTRAL), tokenizer.eos_token_id]
+    assert len(tokenizer) - 2 in ids and decode(tokenizer, ids) == MISTRAL
+    reply = Reply(said, True, ids, len(encode(tokenizer, prompt)), len(ids), prompt)
+    assert Sampler(tokenizer=tokenizer).visible(reply._replace(text=decode(tokenizer, ids))) == "Which?"
+    sampler = Sampler(tokenizer=tokenizer, server=types.SimpleNamespace(name="a"))
+    assert sampler.visible(reply) == "Which?"
+    fault = sampler.fault_of(reply, prompt, may_be_empty=False)
+    assert fault == ("token ids of another text ('Which?', not 'another')" if said == "another" else None)
 
 
 # --- what is a reply
