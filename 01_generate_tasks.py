@@ -83,7 +83,7 @@ async def attempt_row(number, sampler, texts, scorers, args):
     [reply] = await sampler.sample(chat, 1, args.temperature, args.max_new_tokens, key)
     row = {"attempt": number, "seed_text": text, "reason": None, "task": None, "reply": reply.text,
            "tokens": reply.completion_tokens}
-    task = written.written_task(strip_thoughts(reply.text), reply.ended)
+    task = written.written_task(strip_thoughts(reply.text, reply.prompt), reply.ended)
     if isinstance(task, dict):
         [check] = check_tasks([task], *scorers)
         row["reason"] = reason_against(task, check, args.split)

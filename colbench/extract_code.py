@@ -10,6 +10,7 @@ import ast
 import builtins
 import contextlib
 import functools
+import itertools
 import json
 import re
 
@@ -24,8 +25,9 @@ LEXEME = re.compile(rf"""\"{{3}}|'{{3}}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|#.*|
 STRING_END = {quote: re.compile(rf"(?:\\.|(?!{quote}).)*+{quote}") for quote in ('"""', "'''")}
 CLAUSE = re.compile(r"(?:else|elif|except|finally)\b")
 
-OPENED_THOUGHTS = re.compile(r"\A\s*<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
-THOUGHTS = re.compile(r"\A.*(?:</think(?:ing)?>|\[/THINK\])", re.DOTALL)    # their beginning may be in the prompt
+OPENED_THOUGHTS = re.compile(r"\A\s*(?:<think(?:ing)?>.*?</think(?:ing)?>|\[THINK\].*?\[/THINK\])", re.DOTALL)
+END_OF_THOUGHTS = re.compile(r"</think(?:ing)?>|\[/THINK\]")
+QUOTES = "'", '"', "`"
 STRING = re.compile(r"""(?P<quotes>"{3}|'{3})(?P<content>.*?)(?:(?P=quotes)|\Z)|"(?:\\.|[^"\\])*+(?:"|\\?\Z)""",
                     re.DOTALL)
 INLINE, PLAIN, FENCED = 0, 1, 2      # where a piece stands: between backticks in a line, in the open, in a fence
@@ -49,11 +51,28 @@ def pieces_of(answer, tested):
 def readings(text):
     """The text without thoughts, and in what other ways it may be read where it does not define a tested name."""
     text = OPENED_THOUGHTS.sub("", text, count=1)
-    yield THOUGHTS.sub("", text)
+    yield without_thoughts(text)
     yield text
     yield "\n\n".join(strings_of(text))
     yield text.replace("\\n", "\n")
     yield text.replace("\u00a0", " ").replace("\u200b", "")
+
+
+def without_thoughts(text):
+    """What follows the last end of thoughts in a text, whose beginning may be in the prompt. In a statement, a comment
+    or quotation marks there is none."""
+    ends = list(END_OF_THOUGHTS.finditer(text))
+    if not ends:
+        return text
+    numbers = itertools.count()
+    reader = Reader(END_OF_THOUGHTS.sub(lambda _: f"</{next(numbers)}>", text))     # the Reader knows them by number
+    reader.read()
+    code = "\n".join(reader.sources)
+    for number, end in reversed(list(enumerate(ends))):
+        is_quoted = text[end.start() - 1:end.start()] in QUOTES and text[end.end():end.end() + 1] in QUOTES
+        if f"</{number}>" not in code and not is_quoted:
+            return text[end.end():]
+    return text
 
 
 def strings_of(text):
@@ -162,6 +181,7 @@ class Reader:
         self.tick_index = None                                      # the line of the last backtick in prose
         self.run = []                                               # neighbouring statements: [(source, nodes), …]
         self.pieces = []
+        self.sources = []                                           # of all statements, and lines of comments
 
     def read(self):
         """The Pieces of the text, in order."""
@@ -172,6 +192,7 @@ class Reader:
 
     def read_on(self, line):
         if not line.strip() or line.lstrip().startswith("#"):
+            self.sources.append(line)
             self.index += 1
         elif fence_line := FENCE_LINE.match(line):
             self.end_run()
@@ -243,6 +264,7 @@ class Reader:
     def add(self, source, nodes, end, is_cut):
         """Add a statement, which ends at (index, column), and go on there."""
         index, column = end
+        self.sources.append(source)
         is_inline = column and not self.fence and self.tick_index == self.index == index
         has_effect = any(map(is_code, nodes))
         if has_effect and not (is_cut or is_inline):

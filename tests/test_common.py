@@ -131,8 +131,13 @@ def test_action_logps_in_batches_against_a_plain_softmax(tiny):
 # --- dialogue
 
 @pytest.mark.parametrize("text, prompt, seen", [
-    ("<think>a</think> b", None, "b"), ("a</think>b", "x", "b"), ("a<think>b", "", "a"), ("<think>only", None, ""),
-    ("<think>a</think>b<think>c</think>d", None, "bd"), ("thought", "<a><think>\n", ""),
+    ("<think>a</think> b", None, "b"), ("a</think>b", None, "b"), ("<think>only", None, ""),
+    ("<think>a</think> <think>b</think>c", "x", "c"), ("thought", "<a><think>\n", ""),
+    *((code, prompt, code) for prompt in (None, "x") for code in (
+        "a<think>b", 's.split("</think>")[-1]', "re.sub('<think>.*?</think>', '', s)", "s[s.find('[/THINK]') + 8:]",
+        'def f(s):\n    """Cut\n    at </think> marks.\n    """', "# behind </think>,\nx = 1")),
+    ("<think>a</think>b<think>c</think>d", None, "b<think>c</think>d"), ("a</think>b", "x", "a</think>b"),
+    ("a</think>s.split('</think>')", "<think>", "s.split('</think>')"),
     ("thought</think>b", "<think>", "b"),
     ("<thinking>a</thinking>b", None, "b"), ("[THINK]a[/THINK]b", None, "b"),
     ("a[/THINK]b", "[INST]x[/INST][THINK]", "b"),
