@@ -31,7 +31,8 @@ def encode(tokenizer, text):
     return tokenizer(text.encode(errors="replace").decode(), add_special_tokens=False)["input_ids"]
 
 
-THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))    # what they stand between
+# The marks between which a model's thoughts stand
+THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
 
 
 @functools.lru_cache
@@ -301,10 +302,11 @@ def check_vocabulary(tokenizer, model, name):
 
 def say_most_positions(config, name):
     """Say so where a model takes fewer tokens here than its configuration says."""
-    longest, most = getattr(config.get_text_config(), "max_position_embeddings", 0), most_positions(config)
-    if most < (longest or 0):
-        say(f"{name}: is used for up to {most:,} tokens, not {longest:,}: with more its rotary frequencies change, also "
-            "those of shorter rows in the same batch")
+    stated = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    most = most_positions(config)
+    if most < stated:
+        say(f"{name}: is used for up to {most:,} tokens, not {stated:,}: where a row is longer, the rotary frequencies "
+            "of its whole batch change")
 
 
 def whole_model(name, dtype=torch.float32):
