@@ -67,7 +67,7 @@ def sampler(monkeypatch):
         reply = sampler.replies.pop(0)
         if isinstance(reply, Exception):
             raise reply
-        return [types.SimpleNamespace(text=reply, ended=True, completion_tokens=10)]
+        return [types.SimpleNamespace(text=reply, ended=True, completion_tokens=10, prompt=None)]
 
     sampler.sample = sample
     monkeypatch.setattr(generate_tasks, "open_sampler", lambda *options: sampler)
