@@ -35,10 +35,12 @@ def read_rows(path):
     rows = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             where = f"{path}:{number}"
             try:
                 rows.append(json.loads(line))
-            except ValueError:
+            except (ValueError, RecursionError):                    # also very deep
                 raise ColBenchError(f"{where}: not JSON") from None
             check_keys(rows[-1], {"task": dict, "answer": str}, where)
             domain = domain_of(rows[-1]["task"], where)

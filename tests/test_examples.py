@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import zipfile
 
 import pytest
 
@@ -71,6 +72,7 @@ def test_the_lines_of_the_package_in_the_docs_and_its_commands(alone, tmp_path):
     assert [row["task"] for row in rows] == by_command(alone, "tasks", "--domain", "backend", "--num-tasks", 3)
     rows[0]["answer"] = "no code"
     write_jsonl(tmp_path / "answers.jsonl", rows)
+    (tmp_path / "answers.jsonl").write_text((tmp_path / "answers.jsonl").read_text().replace("\n", "\n\n") + " \n")
     verdicts = by_command(alone, "score", tmp_path / "answers.jsonl")
     assert [verdict["task_id"] for verdict in verdicts] == [row["task"]["task_id"] for row in rows]
     assert [verdict["reward"] for verdict in verdicts] == [0, 1, 1] and len(verdicts[0]["faults"]) == 10
@@ -79,12 +81,30 @@ def test_the_lines_of_the_package_in_the_docs_and_its_commands(alone, tmp_path):
 def test_the_package_is_described_as_the_repository_is():
     project = tomllib.loads((ROOT / "colbench" / "pyproject.toml").read_text())
     assert f"\nversion: {project['project']['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    assert project["project"]["license"] == "MIT"                   # an SPDX expression
     pinned = [line for line in (ROOT / "scripts" / "frontend.txt").read_text().splitlines() if line[0] != "#"]
     assert project["project"]["optional-dependencies"]["frontend"] == pinned
-    patterns = project["tool"]["setuptools"]["package-data"]["colbench"]
-    data = [path for path in (ROOT / "colbench").rglob("*.*") if path.suffix not in (".py", ".pyc", ".toml")]
-    packed = {path for pattern in patterns for path in (ROOT / "colbench").glob(pattern)}
-    assert data and set(data) == packed
+    patterns = project["tool"]["hatch"]["build"]["targets"]["wheel"]["include"]
+    files = [path for path in (ROOT / "colbench").rglob("*.*") if path.suffix not in (".pyc", ".toml")]
+    packed = {path for pattern in patterns for path in (ROOT / "colbench").glob(pattern.removeprefix("/"))}
+    assert files and set(files) == packed
+
+
+def test_an_install_leaves_nothing_in_the_source_and_takes_nothing_old(tmp_path):
+    source = shutil.copytree(ROOT / "colbench", tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    files = sorted(path.relative_to(source) for path in source.rglob("*.*"))
+    (source / "build" / "lib" / "colbench").mkdir(parents=True)     # as an install by setuptools left it
+    (source / "build" / "lib" / "colbench" / "old.py").write_text("")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path / "wheels", source]
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode and "hatchling" in process.stderr:
+        pytest.skip("hatchling cannot be downloaded")
+    assert process.returncode == 0, process.stderr
+    shutil.rmtree(source / "build")
+    assert sorted(path.relative_to(source) for path in source.rglob("*.*")) == files
+    [wheel] = (tmp_path / "wheels").iterdir()
+    packed = [name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name]
+    assert sorted(packed) == sorted(f"colbench/{path}" for path in files if path.name != "pyproject.toml")
 
 
 def test_bad_input_of_the_package_is_one_line(tmp_path, capsys):
@@ -94,7 +114,8 @@ def test_bad_input_of_the_package_is_one_line(tmp_path, capsys):
         domains += json.dumps({"task": task, "answer": ""}) + "\n"
     for text, line in ((domains, f"{path}:2: a task of another domain than the first"),
                        ('{"task": {}}', f'{path}:1: missing "answer"'), ("[1]", f"{path}:1: a list, not an object"),
-                       ("{", f"{path}:1: not JSON"), ("", f"{path}: no rows"),
+                       ("{", f"{path}:1: not JSON"), ("", f"{path}: no rows"), (" \n\n", f"{path}: no rows"),
+                       ("\n" + "[" * 200_000, f"{path}:2: not JSON"),
                        ('{"task": {}, "answer": ""}', f'{path}:1: missing "problem_description"')):
         path.write_text(text)
         with pytest.raises(SystemExit) as ended:
