@@ -588,9 +588,14 @@ def checkpoint_layers(model):
     """Have a model keep the input of each layer alone, and compute the layer again in the backward pass.
     transformers' own checkpointing does nothing in evaluation mode, in which preferences are trained."""
     from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def checkpointed(layer, forward):
+        def call(*args, **options):             # a function: torch.compile leaves out layers whose forward is a partial
+            return checkpoint(functools.partial(forward, layer, **options), *args, use_reentrant=False)
+        return call
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = checkpointed(layer, type(layer).forward)
 
 
 def ask_gradients(_, ids, states):

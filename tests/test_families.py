@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
@@ -186,6 +187,15 @@ def test_layers_are_computed_again_in_evaluation_mode_too(tokenizer):
         scorer(batch).pow(2).sum().backward()
         gradients.append([parameter.grad for parameter in scorer.parameters()])
     assert num_passes == [False, True, True] and all(map(torch.equal, *gradients))
+
+
+def test_layers_that_are_computed_again_are_compiled(tokenizer):
+    scorer = common.Scorer(model_of("qwen3, window"))
+    models.shard(scorer, start(0), Sharding(activation_checkpointing=True)).eval()
+    scorer.model.model.layers[0].compile(backend="eager")
+    counters.clear()
+    scorer(common.collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])).sum().backward()
+    assert counters["stats"]["calls_captured"] > 0 and not counters["graph_break"]
 
 
 # --- how long a row may be
