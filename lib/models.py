@@ -100,8 +100,15 @@ def render_chat(tokenizer, chat, **options):
 
 @functools.lru_cache
 def tokenizer_name(tokenizer):
-    """A hash of what decides the ids of a dialogue: vocabulary and chat template."""
-    content = json.dumps([sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template)])
+    """A hash of what decides the ids of a dialogue: vocabulary and chat template, or several by their names. Saving a
+    tokenizer can change the order of these, and line ends, which a template reads alike."""
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        templates = {"default": str(templates)}
+    templates = {name: re.sub(r"\r\n?", "\n", templates[name]) for name in sorted(templates)}
+    if list(templates) == ["default"]:                              # is saved without its name
+        templates = templates["default"]
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), templates])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,6 @@
 """common.py: dialogue tokens as literal arrays, log-probabilities, what is read of trajectories, pairs, devices."""
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -16,7 +18,7 @@ from compare import token_logps_after
 from conftest import BASE, ROOT, turns, write
 from lib.data import read_tasks, read_trajectories
 from lib.engine import Engine
-from lib.models import encode
+from lib.models import encode, load_tokenizer, tokenizer_name
 from lib.runtime import InputError
 from lib.servers import strip_thoughts
 
@@ -41,6 +43,26 @@ def test_a_system_prompt_may_be_empty(tiny, tmp_path, capsys):
     assert common.read_json(tmp_path / "agent.json", common.AGENT) == {"system_prompt": "", "chat_template_args": {}}
     common.check_prompt(str(tmp_path), tiny[1], "Other", {})        # this template shows none, so nothing differs
     assert "was trained" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template", [
+    "{{ messages }}\r\n?\r!\n", {"tool_use": "{{ tools }}\r\n", "default": "?", "a": ""}, {"default": "\r\n?"}],
+    ids=["line ends", "named", "one name"])
+def test_a_saved_tokenizer_keeps_its_name(tmp_path, template):
+    """Also where names come in another order. A single text, with plain line ends, is hashed as it is."""
+    tokenizer, names = load_tokenizer(str(BASE)), set()
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
+    assert tokenizer_name(tokenizer) == hashlib.sha256(content.encode()).hexdigest()[:16]
+    plain = tokenizer_name(tokenizer)
+    orders = [template]
+    if isinstance(template, dict):
+        orders.append(dict(reversed(template.items())))
+    for number, order in enumerate(orders):
+        tokenizer = load_tokenizer(str(BASE))
+        tokenizer.chat_template = order
+        tokenizer.save_pretrained(tmp_path / str(number))
+        names |= {tokenizer_name(tokenizer), tokenizer_name(load_tokenizer(str(tmp_path / str(number))))}
+    assert len(names) == 1 and plain not in names
 
 
 def test_every_text_survives_the_tiny_tokenizer(tiny):
