@@ -160,15 +160,17 @@ def loading(name):
 
 def from_pretrained(kind, name, **options):
     """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none.
-    Of an adapter folder its base's, but for a tokenizer of its own."""
+    Of an adapter folder its base's, but for a tokenizer of its own.
+
+    A model (kind with an option dtype) is what its weight files are, with no adapter applied."""
     from transformers import GgufConfig
     from transformers.utils import logging
     logging.disable_progress_bar()
-    folder = pathlib.Path(name)
+    folder, is_model = pathlib.Path(name), "dtype" in options
     is_own_tokenizer = "Tokenizer" in kind.__name__ and (folder / "tokenizer_config.json").exists()
     if name == "smollm2":
         folder, options["gguf_file"] = smollm2_file()
-        if "dtype" in options:
+        if is_model:
             options["quantization_config"] = GgufConfig(dequantize=True)
     elif (folder / "args.json").exists() and not (folder / "COMPLETED").exists():
         raise InputError(f"{name}: its training is not finished; run that command again")
@@ -176,6 +178,10 @@ def from_pretrained(kind, name, **options):
         raise InputError(f"{name}: no such folder")
     elif is_adapter(name) and not is_own_tokenizer:
         return from_pretrained(kind, base_of(name), **options)
+    elif is_model:
+        options["adapter_kwargs"] = {"subfolder": "none"}           # else transformers applies one that lies there
+        if (folder / ADAPTER_CONFIG).exists():
+            say(f"{name}: is loaded as the whole model that it holds; the adapter beside it is not applied")
     if kind.__name__.startswith("Auto"):
         options["trust_remote_code"] = False                        # else transformers asks on the terminal
     with loading(name):
@@ -643,13 +649,15 @@ def load_sharded(name, run, sharding, lora, build):
     lora    None, or a LoraConfig: the model is kept in sharding.dtype, frozen, and gets a new adapter
     build   makes the module of the model (common.Scorer)"""
     dtype, tensors = getattr(torch, sharding.dtype) if lora else torch.float32, {}
-    config, generation_config, buffers = read_whole(name, dtype, lora, sharding.seed, tensors)
+    config, generation_config, buffers, shapes = read_whole(name, dtype, lora, sharding.seed, tensors)
     with torch.device("meta"):
         model = meta_model(config, dtype)
         model.generation_config = generation_config
         if lora:
             add_adapter(model, lora)
         scorer = build(model)
+    if odd := sorted({key for key, _ in shapes.items() ^ tensor_shapes(model).items()}):
+        raise InputError(f"{name}: its files make another model than its configuration ({', '.join(odd[:5])})")
     shard(scorer, run, sharding)
     scorer.to_empty(device=run.device)
     model.tie_weights()                                             # to_empty gives a tied weight twice
@@ -662,7 +670,7 @@ def load_sharded(name, run, sharding, lora, build):
 @on_main
 def read_whole(name, dtype, lora, seed, tensors):
     """Read a model's files, with a new adapter by `seed`, into rank 0's `tensors`. Returns what all ranks need:
-    configuration, generation config, buffers."""
+    configuration, generation config, buffers, tensor_shapes."""
     model = whole_model(name, dtype)
     if lora:
         add_adapter(model, lora)
@@ -671,7 +679,12 @@ def read_whole(name, dtype, lora, seed, tensors):
             if ".lora_A." in key:                                   # B is zero, so that the adapter does nothing
                 torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
     tensors.update(model.state_dict())
-    return model.config, model.generation_config, dict(model.named_buffers())
+    return model.config, model.generation_config, dict(model.named_buffers()), tensor_shapes(model)
+
+
+def tensor_shapes(model):
+    """{name: shape} of all that must get values after to_empty: parameters and buffers, saved ones or not."""
+    return {name: tensor.shape for name, tensor in [*model.state_dict().items(), *model.named_buffers()]}
 
 
 def meta_model(config, dtype=torch.float32, **options):
@@ -738,9 +751,12 @@ def import_peft():
 
 
 def is_adapter(name):
-    """Whether a model's name is an adapter folder: one whose weights are those of another model and an adapter."""
+    """Whether a model's name is an adapter folder: one whose weights are those of another model and an adapter. What
+    lies there tells: with weight files of its own it is a whole model, and a config.json may be of its base."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
     folder = pathlib.Path(name)
-    return (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists()
+    files = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME
+    return (folder / ADAPTER_CONFIG).exists() and not any((folder / file).exists() for file in files)
 
 
 def base_of(folder):
@@ -751,6 +767,8 @@ def base_of(folder):
     except InputError as error:
         raise InputError(f"{folder}: its base model cannot be used ({error}); write where it is into {folder}/"
                          f"{ADAPTER_CONFIG} (base_model_name_or_path)") from None
+    if is_adapter(base):
+        raise InputError(f"{folder}: its base model {base} is an adapter, too; merge that into its own base first")
     return base
 
 
@@ -840,22 +858,25 @@ def peft_name(name):
     return "base_model.model." + name.replace(".default.", ".")
 
 
-def set_tensors(module, tensors, **options):
+def set_tensors(module, tensors, strict=True, **options):
     """Copy whole tensors, {name: tensor}, into a module, split over ranks or not.
-    options: broadcast_from_rank0, where the others have none."""
+    strict: all tensors of the module. options: broadcast_from_rank0, where the others have none."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
     if not any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
-        module.load_state_dict(tensors, strict=False)               # the other would hold them twice on a GPU
+        module.load_state_dict(tensors, strict=strict)              # the other would hold them twice on a GPU
         return
-    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=False, **options))
+    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=strict, **options))
 
 
 def load_adapter(model, folder):
     """Read the weights of an adapter folder into a model that has such an adapter (add_adapter)."""
     from safetensors.torch import load_file
+    names = {peft_name(name): name for name in adapter_parameters(model)}
     with loading(folder):
         tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
-        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
+        if odd := sorted(tensors.keys() ^ names.keys()):
+            raise InputError(f"{folder}: its weights are not those that {ADAPTER_CONFIG} names ({', '.join(odd[:5])})")
+        set_tensors(model, {names[key]: tensor for key, tensor in tensors.items()}, strict=False)
 
 
 @contextlib.contextmanager

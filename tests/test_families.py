@@ -279,6 +279,7 @@ def shortened(name, length):
 
 
 def broken_adapter(path):
+    path.with_name("model.safetensors").unlink()
     config = {"base_model_name_or_path": str(BASE), "peft_type": "LORA", "r": "x", "target_modules": ["q_proj"]}
     path.write_text(json.dumps(config))
     save_file({"base_model.model.a": torch.zeros(1)}, path.with_name("adapter_model.safetensors"))

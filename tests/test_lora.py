@@ -153,6 +153,45 @@ def scaled(folder, share, out):
     return tensors
 
 
+def both_ways(folder, dtype="float32"):
+    """What the model of a folder says of AN_ITEM's turns, loaded whole (02) and for training (03, 04)."""
+    scorer = common.load_scorer(str(folder), start(0), Sharding(dtype))
+    return values_of(load_model(str(folder), "cpu", dtype)[0]), outputs_of(scorer)
+
+
+def test_a_folder_is_what_its_weight_files_are(policy, tmp_path, capsys):
+    """With a config.json of its base beside it an adapter is still one. A whole model is loaded as it is: no adapter
+    beside it is applied. An adapter of an adapter is refused."""
+    expected = values_of(load_model(str(policy), "cpu")[0])
+    for name in ("adapter", "merged", "second"):
+        shutil.copytree(policy, tmp_path / name)
+    shutil.copy(BASE / "config.json", tmp_path / "adapter")
+    load_model(str(policy), "cpu")[0].save_pretrained(tmp_path / "merged")
+    capsys.readouterr()
+    for name, atol in (("adapter", 0), ("merged", 1e-4)):
+        for values in both_ways(tmp_path / name):
+            torch.testing.assert_close(values, expected, atol=atol, rtol=0)
+    assert capsys.readouterr().out.count("the adapter beside it is not applied") == 2
+    config = tmp_path / "second" / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(BASE), str(policy)))
+    with pytest.raises(InputError, match="second: its base model .*policy is an adapter, too; merge that"):
+        load_model(str(tmp_path / "second"), "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_tensor_stays_without_a_value(tiny, dtype, monkeypatch):
+    """Whole, and split by FSDP2: where the files make another model than the configuration."""
+    read_files = models.whole_model
+
+    def adapted(*arguments):
+        model = read_files(*arguments)
+        models.add_adapter(model, lora_config(str(BASE), 4, ["q_proj"], False))
+        return model
+    monkeypatch.setattr(models, "whole_model", adapted)
+    with pytest.raises(InputError, match="its files make another model than its configuration .*q_proj.base_layer"):
+        common.load_scorer(str(BASE), start(0), Sharding(dtype))
+
+
 def test_bfloat16_keeps_small_adapters(policy, tmp_path):
     """What an adapter adds to each weight of a model that computes in bfloat16, against float32: rounded once."""
     small, checked = scaled(policy, 0.1, tmp_path / "small"), 0
