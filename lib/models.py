@@ -150,6 +150,8 @@ def loading(name):
         yield
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
+    except ImportError as error:                                    # what some models need beyond transformers
+        raise InputError(f"{name}: {one_line(error)}") from None
     except BaseException as error:              # a panic of tokenizers, torch's CheckpointException: no Exceptions
         advice = "download it first and name its folder, or use smollm2"
         if os.path.isdir(name):
@@ -162,7 +164,7 @@ def from_pretrained(kind, name, **options):
     """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none.
     Of an adapter folder its base's, but for a tokenizer of its own.
 
-    A model (kind with an option dtype) is what its weight files are, with no adapter applied."""
+    A model (kind with an option dtype) is what its weight files are: plain numbers, with no adapter applied."""
     from transformers import GgufConfig
     from transformers.utils import logging
     logging.disable_progress_bar()
@@ -179,6 +181,7 @@ def from_pretrained(kind, name, **options):
     elif is_adapter(name) and not is_own_tokenizer:
         return from_pretrained(kind, base_of(name), **options)
     elif is_model:
+        options |= as_plain_numbers(name)
         options["adapter_kwargs"] = {"subfolder": "none"}           # else transformers applies one that lies there
         if (folder / ADAPTER_CONFIG).exists():
             say(f"{name}: is loaded as the whole model that it holds; the adapter beside it is not applied")
@@ -186,6 +189,48 @@ def from_pretrained(kind, name, **options):
         options["trust_remote_code"] = False                        # else transformers asks on the terminal
     with loading(name):
         return kind.from_pretrained(str(folder), **options)
+
+
+def as_plain_numbers(name):
+    """The options with which transformers gives the weights of a quantised model as the numbers that they stand for,
+    whatever the device; none of another model. InputError where it cannot."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+    config = read_config(name)
+    quantization = getattr(config, "quantization_config", None)
+    quantization = quantization or getattr(config.get_text_config(), "quantization_config", None)
+    if not quantization:
+        return {}
+    method = quantization.get("quant_method")
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    if kind is None or "dequantize" not in inspect.signature(kind).parameters:
+        raise InputError(f"{name}: its weights are quantised ({method}), and transformers cannot give the numbers that "
+                         "they stand for; name the model before quantisation")
+    with loading(name):
+        return {"quantization_config": kind.from_dict({**quantization, "dequantize": True})}
+
+
+def load_files(kind, name, dtype):
+    """The model of a name, without an adapter. InputError where its files lack a tensor, which would get random
+    numbers, or have one that a layer does not read."""
+    model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True)
+    if info["missing_keys"]:
+        raise InputError(f"{name}: its files lack {', '.join(sorted(info['missing_keys'])[:5])}")
+    if unread := [key for key in sorted(info["unexpected_keys"]) if belongs_to_layer(key, model)]:
+        raise InputError(f"{name}: its files hold {', '.join(unread[:5])}, which layers of its configuration do not "
+                         "have (scales of quantised weights, biases): they would compute without them")
+    return model
+
+
+def belongs_to_layer(key, model):
+    """Whether a tensor that a model does not read is named as one of a module with parameters of its own, not as one of
+    a part that the model does not have (heads for several tokens, say)."""
+    modules, prefix = dict(model.named_modules()), model.base_model_prefix
+    for name in (key, f"{prefix}.{key}"):                           # files may leave the prefix out
+        while name not in modules:
+            name = name.rpartition(".")[0]
+        if name not in ("", prefix) and list(modules[name].parameters(recurse=False)):
+            return True
+    return False
 
 
 def smollm2_file():
@@ -324,12 +369,10 @@ def say_most_positions(config, name):
 
 def whole_model(name, dtype=torch.float32):
     """The model of load_model, or one that sees. Its config says whether output and input embeddings are one tensor, as
-    its files have it. InputError where they lack a tensor, which would get random numbers."""
+    its files have it."""
     import transformers
     kind = transformers.AutoModelForImageTextToText if reads_images(name) else transformers.AutoModelForCausalLM
-    model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True)
-    if info["missing_keys"]:
-        raise InputError(f"{name}: its files lack {', '.join(sorted(info['missing_keys'])[:5])}")
+    model = load_files(kind, name, dtype)
     check_vocabulary(load_tokenizer(name), model, name)
     say_most_positions(model.config, name)
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:

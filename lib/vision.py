@@ -40,7 +40,7 @@ def load_vision(name, device, dtype="float32"):
     import transformers
     if type(read_config(name)) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise InputError(f"{name}: sees no images; name a vision-language model (Qwen2-VL, say)")
-    model = from_pretrained(transformers.AutoModelForImageTextToText, name, dtype=getattr(torch, dtype))
+    model = models.load_files(transformers.AutoModelForImageTextToText, name, getattr(torch, dtype))
     return model.to(device).eval(), load_processor(name)
 
 

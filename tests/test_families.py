@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -270,6 +270,71 @@ def test_how_many_tokens_a_model_takes(family, rope, most):
     sizes = SIZES if family != "mamba" else {}
     config = AutoConfig.for_model(family, **sizes, rope_parameters={"rope_theta": 1e4, **rope})
     assert most_positions(config) == most
+
+
+# --- quantised folders
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+
+
+def quantised(folder, note):
+    """Make the weights of a folder's layers float8, with a scale for each 16 x 16 of them. Returns what they stand for.
+    note: what config.json says of it."""
+    tensors, stands_for = {}, load_file(folder / "model.safetensors")
+    for name, weight in stands_for.items():
+        tensors[name] = weight
+        if "_proj" in name:
+            blocks = weight.reshape(len(weight) // 16, 16, -1, 16)
+            scales = blocks.abs().amax((1, 3), keepdim=True) / 448                 # the largest number of this type
+            small = (blocks / scales).to(torch.float8_e4m3fn)
+            tensors[name] = small.reshape(weight.shape)
+            tensors[f"{name}_scale_inv"] = scales[:, 0, :, 0].contiguous()
+            stands_for[name] = (small.float() * scales).reshape(weight.shape)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **note}))
+    return stands_for
+
+
+def test_a_quantised_folder_is_the_numbers_that_it_stands_for(tokenizer, tmp_path, monkeypatch):
+    """Also on a card that could compute with them; and what is saved says that it is not quantised."""
+    folder_of(model_of("llama"), tokenizer, tmp_path / "base")
+    stands_for = quantised(tmp_path / "base", {"quantization_config": FP8})
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer."
+                        "validate_environment", lambda *_, **__: None)
+    model, _ = load_model(str(tmp_path / "base"), "cpu")
+    scorer = common.load_scorer(str(tmp_path / "base"), start(0), Sharding())
+    save_model(tmp_path / "saved", scorer.model, tokenizer)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    for name, tensor in stands_for.items():
+        assert torch.equal(model.get_parameter(name), tensor) and torch.equal(saved[name], tensor)
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("note, message", [
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, r"quantised \(bitsandbytes\)"),
+    ({"quantization_config": {"quant_method": "modelopt"}}, r"quantised \(modelopt\), .*; name the model before"),
+    ({}, "its files hold model.layers.0.mlp.down_proj.weight_scale_inv, .* they would compute without them")])
+def test_other_quantised_folders_are_refused(tokenizer, tmp_path, note, message):
+    folder = folder_of(model_of("llama"), tokenizer, tmp_path)
+    quantised(tmp_path, note)
+    for load in (lambda: load_model(folder, "cpu"), lambda: common.load_scorer(folder, start(0), Sharding())):
+        with pytest.raises(InputError, match=message):
+            load()
+
+
+def test_parts_that_a_model_does_not_have_may_be_in_its_files(tokenizer, tmp_path):
+    """Heads for several tokens, frequencies. A bias of a layer that has none is refused."""
+    folder = folder_of(model_of("llama"), tokenizer, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {"mtp.layers.0.weight": torch.ones(8), "model.layers.2.self_attn.q_proj.weight": torch.ones(8),
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load_model(folder, "cpu")
+    save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, tmp_path / "model.safetensors",
+              metadata={"format": "pt"})
+    with pytest.raises(InputError, match="its files hold model.layers.0.self_attn.q_proj.bias, which layers"):
+        load_model(folder, "cpu")
 
 
 # --- damaged folders
