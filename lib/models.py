@@ -2,6 +2,7 @@
 import bisect
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -210,14 +211,17 @@ def as_plain_numbers(name):
 
 
 def load_files(kind, name, dtype):
-    """The model of a name, without an adapter. InputError where its files lack a tensor, which would get random
-    numbers, or have one that a layer does not read."""
+    """The model of a name, with its adapter where the name is an adapter folder. InputError where its files lack a
+    tensor, which would get random numbers, or have one that a layer does not read."""
     model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise InputError(f"{name}: its files lack {', '.join(sorted(info['missing_keys'])[:5])}")
     if unread := [key for key in sorted(info["unexpected_keys"]) if belongs_to_layer(key, model)]:
         raise InputError(f"{name}: its files hold {', '.join(unread[:5])}, which layers of its configuration do not "
                          "have (scales of quantised weights, biases): they would compute without them")
+    if is_adapter(name):
+        check_base(name)
+        return with_adapter(model, name, dtype)
     return model
 
 
@@ -378,15 +382,7 @@ def whole_model(name, dtype=torch.float32):
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
-    if not is_adapter(name):
-        return model
-    check_base(name)
-    peft = import_peft()
-    with loading(name):
-        adapted = peft.PeftModel.from_pretrained(model, name, torch_device="cpu", autocast_adapter_dtype=False)
-    if dtype == torch.float32:
-        return adapted.merge_and_unload()
-    return adapted.base_model.model             # a sum in bfloat16 would round most of a small adapter away
+    return model
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -471,26 +467,37 @@ def projection_of(model):
     scale = 1.0
     for name, power in (("logit_scale", 1), ("logits_scaling", -1), ("lm_head_multiplier", 1)):
         scale *= (getattr(config, name, None) or 1.0) ** power
-    return Projection(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
+    bias = getattr(layer, "bias", None)                             # PEFT's wrapper of single tokens has none
+    return Projection(layer.weight, bias, scale, getattr(config, "final_logit_softcapping", None))
 
 
-SAME_LOGITS = 0.02                              # of the largest logit: rounding in bfloat16 makes up to .01
+# Of the largest logit; rounding in bfloat16 makes up to .01
+SAME_LOGITS = {torch.float32: 1e-3, torch.bfloat16: 0.02}
 
 
 @torch.no_grad()
 def check_logits(model, name):
     """InputError where a model's logits are not what projection_of makes of its last hidden states: log-probabilities
-    and samples would silently be those of another model. Leaves the model in evaluation mode."""
+    and samples would silently be those of another model. Leaves the model in evaluation mode.
+
+    What the output layer does beyond its product with its weights (an adapter's, say) is less than rounding in bfloat16
+    changes elsewhere, so the layer is compared apart, bit for bit."""
     model.eval()
     ids = torch.tensor([[0, 1, 2]], device=model.device)
+    layer = model.get_output_embeddings()
     # A family may lack anything; and nothing is compiled for these three tokens. (As a decorator it would cost 3 s.)
     with loading(name), torch.compiler.set_stance("force_eager"):
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state            # (1, 3, H)
         all_seen = torch.ones_like(ids)         # said, because some warn where an id is that of padding
         expected = model(input_ids=ids, attention_mask=all_seen, use_cache=False).logits.float()  # (1, 3, V)
+        product = layer(hidden)                                                                   # (1, 3, V)
+    if not expected.isfinite().all():                                # the first loss or score tells
+        return
+    if not torch.equal(product, F.linear(hidden, layer.weight, getattr(layer, "bias", None))):
+        raise InputError(f"{name}: its output layer is more than its weights; if an adapter changes it, use --dtype "
+                         "float32, in which adapters are merged")
     logits = projection_of(model).logits(hidden)
-    is_same = (logits - expected).abs().max() <= SAME_LOGITS * expected.abs().max()
-    if expected.isfinite().all() and not is_same:                    # of NaN the first loss or score tells
+    if (logits - expected).abs().max() > SAME_LOGITS[hidden.dtype] * expected.abs().max():
         raise InputError(f"{name}: a {model.config.model_type} model makes logits of its last hidden states in a way "
                          "that is not known here (lib/models.py, projection_of); use another model")
 
@@ -822,6 +829,32 @@ def check_base(folder):
     with loading(folder), safe_open(pathlib.Path(folder) / ADAPTER_WEIGHTS, "pt") as file:
         known = (file.metadata() or {}).get("base_fingerprint")
     check_weights(folder, base_of(folder), known)
+
+
+def with_adapter(model, folder, dtype):
+    """A base model with the adapter of a folder, merged into it in float32. In bfloat16 it stays apart: a sum would
+    round most of a small adapter away. InputError where the adapter is more than a change of weights."""
+    peft = import_peft()
+    with loading(folder):
+        config = peft.PeftConfig.from_pretrained(folder)
+    try:
+        base_config, adapter_config = copy.deepcopy([model.config, config])           # which a merge changes
+        with torch.device("meta"):
+            peft.PeftModel(type(model)(base_config), adapter_config).merge_and_unload()
+    except Exception as error:                                      # each kind of adapter has its own
+        raise InputError(f"{folder}: its {config.peft_type.value} adapter cannot be merged into the weights of its "
+                         f"base ({one_line(error)})") from None
+    embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
+    with loading(folder):
+        adapted = peft.PeftModel(model, config, autocast_adapter_dtype=False)
+        found = adapted.load_adapter(folder, "default", torch_device="cpu", autocast_adapter_dtype=False)
+    if keys := [*found.missing_keys, *found.unexpected_keys]:
+        raise InputError(f"{folder}: its weights are not those that {ADAPTER_CONFIG} names ({', '.join(keys[:5])})")
+    if dtype != torch.float32:
+        return adapted.base_model.model
+    if (model.get_input_embeddings(), model.get_output_embeddings()) != (embeddings, output):
+        output.weight = torch.nn.Parameter(output.weight.detach().clone())      # or a merge would change its twin, too
+    return adapted.merge_and_unload()
 
 
 def lora_config(name, rank, targets, merge):

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -190,6 +191,74 @@ def test_no_tensor_stays_without_a_value(tiny, dtype, monkeypatch):
     monkeypatch.setattr(models, "whole_model", adapted)
     with pytest.raises(InputError, match="its files make another model than its configuration .*q_proj.base_layer"):
         common.load_scorer(str(BASE), start(0), Sharding(dtype))
+
+
+def of_peft(config, folder, std=0.1):
+    """Write an adapter of random numbers for BASE; returns what PEFT's own model says of AN_ITEM's turns."""
+    torch.manual_seed(0)
+    config.base_model_name_or_path = str(BASE)
+    model = peft.get_peft_model(load_model(str(BASE), "cpu")[0], config).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += std * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    [[row]] = AN_ITEM
+    values = []
+    for number in range(2):
+        ids = row.ids[:row.prompt_length]
+        ids = ids + [token for token, turn_id in zip(row.ids, row.turn_ids) if turn_id == number]
+        logps = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, :-1], -1)
+        values.append(logps[range(len(ids) - 1), ids[1:]][row.prompt_length - 1:].sum().item())
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize("options, in_bfloat16", [
+    ({"target_modules": ["q_proj", "lm_head"]}, False), ({"target_modules": ["embed_tokens"]}, True),
+    ({"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}, False),
+    ({"modules_to_save": ["lm_head"]}, True), ({"modules_to_save": ["embed_tokens"]}, True),
+    ({"trainable_token_indices": [5, 8, 11]}, True), ({"trainable_token_indices": {"lm_head": [5, 8, 11]}}, True)])
+def test_adapters_of_embeddings_and_the_output_layer(tiny, tmp_path, options, in_bfloat16):
+    """Both are one tensor in the base: a change of one does not change the other. In bfloat16 an output layer with LoRA
+    is refused, however small its part is."""
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **options})
+    expected = of_peft(config, tmp_path / "adapter")
+    assert (expected - values_of(tiny[0])).abs().max() > 0.5
+    for values in both_ways(tmp_path / "adapter"):
+        torch.testing.assert_close(values, expected, atol=1e-3, rtol=0)
+    if in_bfloat16:
+        values = values_of(load_model(str(tmp_path / "adapter"), "cpu", "bfloat16")[0])
+        torch.testing.assert_close(values, expected, atol=0.3, rtol=0)
+        return
+    for std in (0.1, 1e-5):
+        of_peft(config, tmp_path / "adapter", std)
+        with pytest.raises(InputError, match="adapter: its output layer is more than its weights; .* --dtype float32"):
+            load_model(str(tmp_path / "adapter"), "cpu", "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_that_change_no_weights_are_refused(tmp_path, dtype):
+    virtual = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    activated = peft.LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[7], task_type="CAUSAL_LM")
+    for name, config in (("PROMPT_TUNING", virtual), ("LORA", activated)):
+        of_peft(config, tmp_path / name)
+        with pytest.raises(InputError, match=f"{name}: its {name} adapter cannot be merged into the weights of its"):
+            load_model(str(tmp_path / name), "cpu", dtype)
+
+
+def test_an_adapter_file_holds_what_its_configuration_names(policy, critic, tiny, tmp_path):
+    """PEFT only warns of a tensor that it lacks, and says nothing of others."""
+    for folder in (policy, critic):
+        for change in ("missing", "more"):
+            out, tensors = shutil.copytree(folder, tmp_path / f"{folder.name}-{change}"), adapter(folder)
+            first = tensors.pop(min(tensors))
+            if change == "more":
+                tensors |= {min(adapter(folder)): first, "base_model.model.lm_head.lora_A.weight": first.clone()}
+            save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+            with pytest.raises(InputError, match=f"{out.name}: its weights are not those that adapter_config.json"):
+                if folder is policy:
+                    load_model(str(out), "cpu")
+                else:
+                    common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
 
 
 def test_bfloat16_keeps_small_adapters(policy, tmp_path):

@@ -6,6 +6,7 @@ import shutil
 import types
 from unittest import mock
 
+import peft
 import pytest
 import torch
 import transformers
@@ -75,6 +76,19 @@ def test_pictures_have_a_limit_of_pixels(vlm, tmp_path):
     path.write_text(json.dumps({**config, "min_pixels": 3136, "max_pixels": 12845056}))
     for folder, limit in ((path.parent, 1280 * 28 * 28), (vlm, 12 * 28 * 28)):
         assert load_processor(str(folder)).image_processor.size["longest_edge"] == limit
+
+
+def test_an_adapter_of_a_model_that_sees_is_applied(vlm, tmp_path):
+    """Of a simulator, say."""
+    base, _ = load_vision(str(vlm), "cpu")
+    name = "model.language_model.layers.0.self_attn.q_proj.weight"
+    before = base.get_parameter(name).clone()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=str(vlm), init_lora_weights=False)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path)
+    model, _ = load_vision(str(tmp_path), "cpu")
+    delta = base.get_submodule(name.removesuffix(".weight")).get_delta_weight("default")
+    assert delta.abs().max() > 0.01
+    torch.testing.assert_close(model.get_parameter(name), before + delta)
 
 
 @pytest.fixture(scope="module")
