@@ -6,7 +6,9 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 
 As 04 --method sweet, but each candidate a is scored by the initial model alone. A question gets its reply from the
 rule-based user simulator (a look: from the database), and is worth what that says about the reference answer c:
-    max(0, log p(c | o_t, a, reply) - log p(c | o_t))            in nats
+    max(0, log p(c | o_t, a, reply, m) - log p(c | o_t, m))      in nats
+where m opens an answer (a function's: "I WANT TO ANSWER:"). It is read, not counted: a prompt's "(last round)" makes
+an answer likelier, which says nothing about c.
 An answer is worth how much likelier c makes it, a mean over its tokens, as with 04 --critic untrained:
     log p(a | o_t, c) - log p(a | o_t)
 So a question whose reply is already known is worth next to nothing. Pairs of candidates and eq. 4 are 04's.
@@ -23,7 +25,7 @@ import random
 import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags
-from lib.models import encode, end_of_turn
+from lib.models import continuation, end_of_turn
 from lib.runtime import InputError, run_stage
 
 policy = importlib.import_module("04_train_policy")
@@ -44,8 +46,8 @@ def worths(environment, rows, critic, tokenizer, max_tokens):
 
 
 def gains(environment, rows, scorer, tokenizer, max_tokens):
-    """{(number of a row, text): log p(c | o_t, text, reply) - log p(c | o_t), at least 0} of all candidates of the rows
-    that are no answers."""
+    """{(number of a row, text): log p(c | o_t, text, reply, m) - log p(c | o_t, m), at least 0} of all candidates of
+    the rows that are no answers."""
     before = [solution_item(tokenizer, row["prompt"], row["task"]) for row in rows]
     after = {}                                                       # {(number of a row, text): an item}
     for number, row in enumerate(rows):
@@ -73,10 +75,11 @@ def prompt_after(row, text, tokenizer, environment):
 
 
 def solution_item(tokenizer, prompt, task):
-    """The item of one action after a prompt: the message that gives the reference as the answer."""
-    message = domain_of(task).answer_message(task)
-    answer = [*encode(tokenizer, message), end_of_turn(tokenizer)]
-    return common.actions_item(tokenizer, prompt, [answer])
+    """The item of one action, the reference c, after a prompt and what opens an answer (a marker)."""
+    solution = task["ground_truth"]
+    opened = prompt + domain_of(task).answer_message(task).removesuffix(solution)
+    action = [*continuation(tokenizer, opened, solution), end_of_turn(tokenizer)]
+    return common.actions_item(tokenizer, opened, [action])
 
 
 def reply_to(task, history, environment):

@@ -209,21 +209,22 @@ def test_distill_s_loss_of_one_dialogue_by_hand(few, tmp_path, tiny):
 
 # --- gain
 
-def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
-    """By hand: two passes of the model with the reference as the answer, after the prompt and after the reply."""
+@pytest.mark.parametrize("max_rounds", [8, 2])                       # 2: the next prompt ends with "(last round)"
+def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny, max_rounds):
+    """By hand: two passes of the model with the reference behind the marker, after the prompt and after the reply."""
     [task] = stage(1).make_tasks(backend, 1, 0, "train", "none")
-    answer = encode(tiny[1], backend.answer_message(task)) + [tiny[1].eos_token_id]
+    answer = encode(tiny[1], task["ground_truth"]) + [tiny[1].eos_token_id]
     needed = next(fact for fact in task["facts"] if fact["matters"])
     texts = [needed["questions"][0], "What is the weather?", backend.answer_message(task)]
     history = turns(task["problem_description"])
-    row = {"task": task, "history": history, "max_rounds": 8, "dialogue_history": [{"role": "assistant"}]}
+    row = {"task": task, "history": history, "max_rounds": max_rounds, "dialogue_history": [{"role": "assistant"}]}
     row["candidates"] = [{"text": text, "ids": [*encode(tiny[1], text), tiny[1].eos_token_id]} for text in texts]
     prompt_of = functools.partial(common.prompt_text, tiny[1], row)
     row["prompt"] = prompt_of(history)
     critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
 
     def logp_of_answer(history):
-        return token_logps_after(tiny, prompt_of(history), answer).sum().item()
+        return token_logps_after(tiny, f"{prompt_of(history)}{backend.MARKER}\n", answer).sum().item()
     with backend.Environment() as world:
         other = {**row, "prompt": prompt_of(turns("?"))}
         _, worths = gain.worths(world, [other, row], critic, tiny[1], 4096)
@@ -232,7 +233,8 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
             asked.append(gain.reply_to(task, asked, world))
             assert worth == pytest.approx(max(0, logp_of_answer(asked) - logp_of_answer(history)), abs=1e-3)
     [scores] = common.score_actions(critic, tiny[1], [stage(4).decision_point(row)], 4096)
-    assert worths[0] > worths[1] and worths[2] == pytest.approx(scores[2], abs=1e-6)               # an answer
+    assert worths[0] > 2 and worths[1] < .5                          # with the marker 3.1 in the last round but one
+    assert worths[2] == pytest.approx(scores[2], abs=1e-6)           # an answer
 
 
 def test_questions_of_gain_are_worth_at_least_0(runs):
