@@ -259,8 +259,9 @@ def candidate_pairs(row, pairs_per_turn, rng, barred=()):
     of an odd number the middle one is in neither.
 
     They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and two
-    equal actions are no pair. barred: numbers of candidates that no pair chooses (examples/answers.py)."""
-    order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
+    of equal advantage (equal actions, say) are no pair.
+    barred: numbers of candidates that no pair chooses (examples/answers.py)."""
+    order = ended_candidates(row)
     rng.shuffle(order)                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
     half = len(order) // 2
@@ -271,9 +272,14 @@ def candidate_pairs(row, pairs_per_turn, rng, barred=()):
     for _ in range(pairs_per_turn):
         better = rng.choice(better_half)
         worse = rng.choice(order[-half:])
-        if row["candidates"][better]["ids"] != row["candidates"][worse]["ids"]:
+        if row["advantages"][better] > row["advantages"][worse]:
             pairs.append((better, worse))
     return pairs
+
+
+def ended_candidates(row):
+    """The numbers of a row's candidates that --max-new-tokens has not stopped."""
+    return [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
 
 
 def as_pair(row, chosen, rejected):
@@ -288,16 +294,23 @@ def pairs_of(rows, tokenizer, args, run, choose=candidate_pairs):
     """The rows of pairs.jsonl that are short enough, of the rows of scored.jsonl; says how many are not there, and
     why. choose: what gives the pairs of a row."""
     rng = random.Random(args.seed)
-    pairs, num_cut = [], 0
+    pairs, num_cut, num_equal_turns, num_equal = [], 0, 0, 0
     for row in rows:
-        num_cut += sum(not candidate["ended"] for candidate in row["candidates"])
+        advantages = [row["advantages"][i] for i in ended_candidates(row)]
+        num_cut += len(row["candidates"]) - len(advantages)
+        if len(advantages) > 1 and len(set(advantages)) == 1:
+            num_equal_turns += 1
+            num_equal += len(advantages)
         for chosen, rejected in choose(row, args.pairs_per_turn, rng):
             pairs.append(as_pair(row, chosen, rejected))
     if run.rank == 0:
         write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
     fitting = [pair for pair in pairs if pair_length(pair, tokenizer) <= args.max_length]
-    counts = (f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for (others: two equal actions, or "
-              f"fewer than two to choose from), {num_cut:,} candidates stopped by --max-new-tokens were left out; "
+    num_without_c = sum(not row["task"]["ground_truth"] for row in rows)
+    counts = (f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for (others: two of equal advantage, "
+              f"or fewer than two to choose from); left out are {num_equal_turns:,} turns, all of whose candidates "
+              f"({num_equal:,}) have equal advantages, and {num_cut:,} candidates stopped by --max-new-tokens; "
+              f"{num_without_c:,} of {len(rows):,} turns have no c; "
               f"{len(pairs) - len(fitting):,} pairs are longer than --max-length {args.max_length}")
     if not fitting:
         raise InputError(f"{args.trajectories}: no examples to train on: {counts}")

@@ -84,13 +84,33 @@ def test_pairs_are_better_half_against_worse_half():
     pairs = policy_stage.candidate_pairs(row, 200, random.Random(0), barred=[0, 2, 4])       # never chosen (answers.py)
     assert {a for a, _ in pairs} == {1} and {b for _, b in pairs} == {3, 4, 5}
     assert policy_stage.candidate_pairs(row, 200, random.Random(0), barred=[0, 1, 2]) == []
-    same = {"candidates": [{"ids": [1], "ended": True}] * 4, "advantages": [0.0] * 4}
-    assert policy_stage.candidate_pairs(same, 4, random.Random(0)) == []
+
+
+def test_equal_advantages_make_no_pair_and_change_no_other(tiny, tmp_path, capsys):
+    """Equal actions have them, and candidates whose scores are all 0, as without c. Candidate 9 was cut."""
+    candidates = [{"ids": [n], "ended": n != 9} for n in range(10)]
+    row = {"candidates": candidates, "advantages": [3, 2, 1, 1, 1, 1, 1, 0, -1, 5]}
+    pairs = policy_stage.candidate_pairs(row, 400, random.Random(0))
+    advantages = {(row["advantages"][better], row["advantages"][worse]) for better, worse in pairs}
+    assert advantages == {(3, 1), (3, 0), (3, -1), (2, 1), (2, 0), (2, -1), (1, 0), (1, -1)} and 300 < len(pairs) < 400
+    apart = {**row, "advantages": [3, 2, 1.4, 1.3, 1.2, 1.1, 1, 0, -1, 5]}                       # the same draws
+    assert policy_stage.candidate_pairs(apart, 4, random.Random(0)) == [(3, 7), (1, 6), (2, 6), (0, 7)]
+    rows = []
+    for ground_truth, numbers in (("x", row["advantages"]), ("", [0.0] * 10)):
+        task = {**FUNCTION, "ground_truth": ground_truth}
+        rows.append({**row, "task_id": "a", "sample": 0, "turn": 0, "prompt": "?", "task": task, "advantages": numbers})
+    args = argparse.Namespace(seed=3, pairs_per_turn=50, out=tmp_path, max_length=9, trajectories="FILE")
+    pairs = policy_stage.pairs_of(rows, tiny[1], args, Runtime(0, 1, "cpu"))
+    assert {pair["chosen"]["advantage"] for pair in pairs} == {3, 2, 1}
+    said = capsys.readouterr().out
+    assert "left out are 1 turns, all of whose candidates (9) have equal advantages, and 2 candidates stopped" in said
+    assert "1 of 2 turns have no c" in said
 
 
 def test_pairs_are_drawn_from_one_stream_and_the_longer_action_counts(tiny, tmp_path):
     candidates, drawn = [{"ids": [5] * length, "ended": True} for length in (1, 2, 3)], []
-    row = {"task_id": "a", "sample": 0, "turn": 0, "prompt": "?", "candidates": candidates, "advantages": [2, 1, 0]}
+    row = {"task_id": "a", "sample": 0, "turn": 0, "prompt": "?", "task": FUNCTION, "candidates": candidates,
+           "advantages": [2, 1, 0]}
     args = argparse.Namespace(seed=3, pairs_per_turn=1, out=tmp_path, max_length=len(encode(tiny[1], "?")) + 2)
     wanted = iter([[(0, 1)], [(0, 2), (1, 0)], [(2, 0)]])
 
