@@ -64,7 +64,7 @@ def counted(items):
 
 def read_seed_texts(path):
     """The texts of a JSONL file of {"text"}, or the paragraphs of a plain one."""
-    if str(path).endswith(".jsonl"):
+    if str(path).removesuffix(".gz").endswith(".jsonl"):
         texts = [row["text"] for row in read_jsonl(path, {"text": str})]
     else:
         texts = re.split(r"\n\s*\n", runtime.read_text(path))

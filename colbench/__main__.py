@@ -5,6 +5,7 @@
 
 A line of answers.jsonl has the keys "task" (a line of tasks.jsonl) and "answer" (code, a query, or a page). Its verdict
 has "task_id", "reward" and what else the domain says of an answer (colbench/__init__.py). All tasks are of one domain.
+The file may be packed (gzip).
 """
 import argparse
 import asyncio
@@ -12,7 +13,7 @@ import json
 import sys
 import tempfile
 
-from colbench import check_keys, ColBenchError, domain_of, DOMAINS, make_tasks, SPLITS, task_id
+from colbench import check_keys, ColBenchError, domain_of, DOMAINS, make_tasks, open_lines, SPLITS, task_id
 
 
 def parse_args(argv=None):
@@ -33,7 +34,7 @@ def parse_args(argv=None):
 def read_rows(path):
     """The lines of a file of tasks and answers."""
     rows = []
-    with open(path, "rb") as file:
+    with open_lines(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

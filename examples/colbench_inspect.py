@@ -20,7 +20,7 @@ from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessag
 from inspect_ai.scorer import mean, Score, scorer, stderr
 from inspect_ai.solver import solver
 
-from colbench import domain_of, DOMAINS, make_tasks, task_id
+from colbench import domain_of, DOMAINS, make_tasks, open_lines, task_id
 
 MESSAGES = {"system": ChatMessageSystem, "user": ChatMessageUser, "assistant": ChatMessageAssistant}
 
@@ -81,7 +81,7 @@ def hidden_tests():
 def colbench(tasks=None, domain="backend", num_tasks=100, max_rounds=10, simulator="rules"):
     rows = make_tasks(DOMAINS[domain], num_tasks, 0, "test", "none")
     if tasks:
-        with open(tasks, encoding="utf-8") as file:
+        with open_lines(tasks) as file:
             rows = list(map(json.loads, file))
     samples = []
     for row in rows:

@@ -19,7 +19,7 @@ import random
 
 import verifiers.v1 as vf
 
-from colbench import ColBenchError, domain_of
+from colbench import ColBenchError, domain_of, open_lines
 
 __all__ = ["ColBenchEnv", "ColBenchTaskset"]                        # verifiers finds the two classes here
 
@@ -53,7 +53,7 @@ class ColBenchTask(vf.Task[ColBenchData]):
 
 class ColBenchTaskset(vf.Taskset[ColBenchTask, ColBenchConfig]):
     def load(self):
-        with open(self.config.tasks, encoding="utf-8") as file:
+        with open_lines(self.config.tasks) as file:
             rounds = self.config.max_rounds
             for number, line in enumerate(file, 1):
                 row, where = json.loads(line), f"{self.config.tasks}:{number}"

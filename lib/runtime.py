@@ -20,6 +20,7 @@ from collections import Counter, namedtuple
 import torch
 import torch.distributed as dist
 
+from colbench import open_lines
 from colbench.schema import record
 from lib import VERSION
 
@@ -153,13 +154,13 @@ def read_json(path, kind):
 
 
 def read_jsonl(path, keys, check=None):
-    """The objects of a JSONL file as dicts; InputError by line.
+    """The objects of a JSONL file, which may be packed (gzip), as dicts; InputError by line.
 
     keys: {name: kind} that each must have (colbench/schema.py), or the kind of a row.
     check(row, where, first row): may say more of a row."""
     kind = keys if callable(keys) else record(keys)
     rows = []
-    with open(path, "rb") as file:
+    with open_lines(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{path}:{number}"

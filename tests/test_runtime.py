@@ -1,14 +1,17 @@
 """lib/runtime.py: files by line, fingerprints. --track."""
 import gc
+import gzip
 import importlib.machinery
+import json
 import shutil
+import subprocess
 import sys
 import types
 
 import pytest
 
 from compare import set_weights, weights
-from conftest import BASE, call, dies, read, refused, write
+from conftest import BASE, call, dies, read, refused, ROOT, stage, write
 from lib import runtime, training
 from lib.data import read_trajectories
 from lib.models import weights_fingerprint
@@ -39,7 +42,36 @@ def test_trajectories_that_went_through_datasets_are_the_same(data, tmp_path):
     rows[0] |= {"system_prompt": "You help.", "branch": {"sample": 0, "turn": 0, "candidate": 1}}
     rows[0]["dialogue_history"][1] |= {"output": "?", "output_ids": [1]}
     packed = [{**row, "dialogue_history": with_nulls(row["dialogue_history"])} for row in with_nulls(rows)]
-    assert read_trajectories(write(tmp_path / "rows.jsonl", packed)) == rows
+    lines = write(tmp_path / "rows.jsonl", packed).read_bytes()
+    assert read_trajectories(tmp_path / "rows.jsonl") == rows
+    path = tmp_path / "packed"                                      # the content decides
+    path.write_bytes(gzip.compress(lines))
+    assert read_trajectories(path) == rows
+
+
+def test_packed_lines_are_read_everywhere(data, tmp_path):
+    """Damaged ones are one line. An output's name does not pack it."""
+    tasks, seeds, out = tmp_path / "tasks.jsonl.gz", tmp_path / "seeds.jsonl.gz", tmp_path / "out.jsonl.gz"
+    plain = (data / "tasks.jsonl").read_bytes()
+    tasks.write_bytes(gzip.compress(plain))
+    seeds.write_bytes(gzip.compress(b'{"text": "An idea"}'))
+    assert stage(1).read_seed_texts(seeds) == ["An idea"]
+    assert "12 tasks" in call(1, "--check", tasks)
+    call(2, "--tasks", tasks, "--agent", "script", "--out", out)
+    rows = read(out)
+    answers = json.dumps({"task": rows[0]["task"], "answer": rows[0]["answer"]}).encode()
+    for content, status in ((gzip.compress(answers), 0), (gzip.compress(answers)[:-9], 2)):
+        (tmp_path / "answers").write_bytes(content)
+        command = [sys.executable, "-m", "colbench", "score", str(tmp_path / "answers")]
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert process.returncode == status, process.stderr
+    assert process.stderr.startswith(f"error: {tmp_path}/answers: damaged gzip file (")
+    assert process.stderr.count("\n") == 1
+    packed = gzip.compress(plain)
+    wrong_sum, no_code = packed[:-8] + b"12345678", packed[:300] + b"?" * 40 + packed[340:]
+    for damaged in (packed[:-100], wrong_sum, no_code, packed + b"more"):
+        tasks.write_bytes(damaged)
+        assert refused(2, "--tasks", tasks, "--agent", "script", "--out", out).startswith(f"{tasks}: damaged gzip file")
 
 
 # --- fingerprints
