@@ -2,6 +2,7 @@
 import contextlib
 import ctypes
 import datetime
+import fcntl
 import functools
 import glob
 import hashlib
@@ -10,6 +11,7 @@ import json
 import logging
 import os
 import pathlib
+import platform
 import re
 import resource
 import shutil
@@ -358,10 +360,15 @@ def is_done(arguments, out, inputs, folder=False):
     if arguments["overwrite"]:
         return False
     check_same_command(out, before, now)
-    is_complete = (out / "COMPLETED" if folder else out).exists()
-    if is_complete:
+    if is_whole(out, folder):
         say(f"{out}: done already by the same command (after a change of code: --overwrite)")
-    return is_complete
+        return True
+    return False
+
+
+def is_whole(out, folder):
+    """Whether the stage that made an output has ended."""
+    return (out / "COMPLETED" if folder else out).exists()
 
 
 def check_same_command(out, before, now):
@@ -375,29 +382,61 @@ def check_same_command(out, before, now):
                                  "or add --overwrite")
 
 
-# What this process makes: "path", of its args.json; "last", when add_costs was called
+# What this process makes: "path", of its args.json; "lock", this file, locked; "last", when add_costs was called
 OUTPUT = {}
 
 
 @on_main
 def begin_output(arguments, out, inputs, folder=False):
-    """Keep the arguments and versions in `out`/args.json (or `out`.args.json). What an interrupted run of the same
-    command left is kept; what another one made is removed (arguments["overwrite"])."""
+    """Keep the arguments and versions in `out`/args.json (or `out`.args.json), and other processes out until this one
+    ends. What an interrupted run of the same command left is kept; what another one made is removed
+    (arguments["overwrite"])."""
     out = pathlib.Path(out)
     path = args_path(out, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.update(path=path, last=time.perf_counter())
-    if begun_files(out, folder) and not arguments["overwrite"]:
+    OUTPUT.clear()                                                  # this process may begin it again
+    OUTPUT.update(path=path, lock=locked(path), last=time.perf_counter())
+    note = output_record(arguments, inputs)
+    if arguments["overwrite"] or not begun_files(out, folder):
+        if folder:
+            (out / "COMPLETED").unlink(missing_ok=True)             # first: a kill in the loop leaves no whole output
+        for old in begun_files(out, folder):
+            if old.is_dir():
+                shutil.rmtree(old)
+            else:
+                old.unlink()
+    elif is_whole(out, folder):                                     # since is_done was asked
+        raise InputError(f"{out}: the same command has just made it")
+    else:
         say(f"{out}: continues an interrupted run")
-        return
-    if folder:
-        (out / "COMPLETED").unlink(missing_ok=True)                 # first: a kill in the loop leaves no whole output
-    for old in begun_files(out, folder):
-        if old.is_dir():
-            shutil.rmtree(old)
-        else:
-            old.unlink()
-    write_json(path, output_record(arguments, inputs))
+        note = json.loads(path.read_text("utf-8"))                  # with its costs
+    write_args({**note, "process": f"{os.getpid()} on {platform.node()}"})
+
+
+def locked(path):
+    """The file `path`, made if it is missing, with a lock that ends with this process. InputError where another process
+    has it, by its number and host."""
+    file = open(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = re.search('"process": "(.*)"', path.read_text("utf-8"))
+        process = f"process {holder[1]}" if holder else "another process"
+        raise InputError(f"{path}: {process} is making this output; wait for it, or choose another --out") from None
+    except OSError as error:                                        # Lustre, say, as it is often mounted
+        say(f"{path}: no lock here ({one_line(error)}): nothing keeps a second process from this output")
+    if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+        return file
+    return locked(path)                                             # write_args has replaced the file meanwhile
+
+
+def write_args(record):
+    """Write the args.json of this process's output, which is locked at every moment."""
+    partial = pathlib.Path(f"{OUTPUT['path']}.partial")
+    write_json(partial, record)
+    lock = locked(partial)
+    os.rename(partial, OUTPUT["path"])
+    OUTPUT["lock"] = lock                                           # this closes the replaced file, too
 
 
 def add_costs(**numbers):
@@ -409,7 +448,7 @@ def add_costs(**numbers):
         record["costs"] = Counter(record.get("costs"))
         record["costs"].update(numbers, seconds=now - OUTPUT["last"])
         OUTPUT["last"] = now
-        write_json(OUTPUT["path"], record)
+        write_args(record)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -154,9 +154,13 @@ def succeed(script, *arguments, **options):
 
 def call(program, *arguments):
     """Call a stage (its number), or a fork (its module), in this process; returns what it printed."""
+    from lib import runtime
     module = stage(program) if isinstance(program, int) else program
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        module.main([str(argument) for argument in arguments])
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            module.main([str(argument) for argument in arguments])
+    finally:
+        runtime.OUTPUT.clear()                                       # as its end does: the output is locked no more
     return printed.getvalue()
 
 

@@ -1,8 +1,9 @@
-"""lib/runtime.py: files by line, fingerprints. --track."""
+"""lib/runtime.py: files by line, one process at a time, fingerprints. --track."""
 import gc
 import gzip
 import importlib.machinery
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import types
 import pytest
 
 from compare import set_weights, weights
-from conftest import BASE, call, dies, read, refused, ROOT, stage, write
+from conftest import BASE, call, dies, read, refused, ROOT, run, stage, succeed, write
 from lib import runtime, training
 from lib.data import read_trajectories
 from lib.models import weights_fingerprint
@@ -72,6 +73,60 @@ def test_packed_lines_are_read_everywhere(data, tmp_path):
     for damaged in (packed[:-100], wrong_sum, no_code, packed + b"more"):
         tasks.write_bytes(damaged)
         assert refused(2, "--tasks", tasks, "--agent", "script", "--out", out).startswith(f"{tasks}: damaged gzip file")
+
+
+# --- one process at a time
+
+HOLDER = """
+import sys
+from lib import runtime
+runtime.begin_output({"overwrite": False}, sys.argv[1], [])
+runtime.add_costs(generated_tokens=1)                               # replaces args.json
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_output_is_made_by_one_process_at_a_time(data, tmp_path):
+    """Until it ends, also by a kill."""
+    out = tmp_path / "rows.jsonl"
+    words = ["02_rollout.py", "--tasks", data / "tasks.jsonl", "--agent", "script", "--out", out]
+    command = [sys.executable, "-c", HOLDER, str(out)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "holds\n"
+        for more in ([], ["--overwrite"]):
+            process = run(*words, *more)
+            assert process.returncode == 2 and not out.exists()
+            assert process.stderr.strip() == (f"error: {out}.args.json: process {holder.pid} on {platform.node()} is "
+                                              "making this output; wait for it, or choose another --out")
+        holder.kill()
+    assert "writes" in succeed(*words) and len(read(out)) == 12
+    with pytest.raises(InputError, match="the same command has just made it"):
+        runtime.begin_output({"overwrite": False}, out, [])
+
+
+def test_a_lock_holds_where_its_file_is_replaced_meanwhile(tmp_path, monkeypatch):
+    """The other process notes its costs after this one has opened the file, and before it asks for the lock."""
+    runtime.begin_output({"overwrite": False}, tmp_path / "out", [])
+    flock = runtime.fcntl.flock
+
+    def costs_first(file, how):
+        monkeypatch.setattr(runtime.fcntl, "flock", flock)
+        runtime.add_costs()
+        flock(file, how)
+    monkeypatch.setattr(runtime.fcntl, "flock", costs_first)
+    with pytest.raises(InputError, match="is making this output"):
+        runtime.locked(tmp_path / "out.args.json")
+    runtime.OUTPUT.clear()
+
+
+def test_without_locks_a_stage_goes_on(tmp_path, monkeypatch, capsys):
+    def refuse(file, how):
+        raise OSError(38, "Function not implemented")
+    monkeypatch.setattr(runtime.fcntl, "flock", refuse)
+    runtime.begin_output({"overwrite": False}, tmp_path / "out", [])
+    assert "no lock here ([Errno 38] Function not implemented)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.args.json").read_text())["inputs"] == {}
 
 
 # --- fingerprints
