@@ -824,8 +824,7 @@ def score_actions(critic, tokenizer, points, max_tokens):
         items = [actions_item(tokenizer, prompt, ids) for prompt, ids in zip(prompts, actions)]
     if critic.ref_sees_c:
         ref_items = items
-    logps = action_outputs(critic.scorer, items, max_tokens)
-    ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens)
+    logps, ref_logps = critic_outputs(critic, items, ref_items, max_tokens)
     normalize = critic.normalize
     if normalize == "trajectory":                                    # one action is scored alone: its own tokens' mean
         normalize = "turn"
@@ -836,6 +835,20 @@ def score_actions(critic, tokenizer, points, max_tokens):
         score_of = dict(zip(point_actions, advantages.tolist()))
         scores.append([score_of[tuple(action)] for action in point.actions])
     return scores
+
+
+def critic_outputs(critic, items, ref_items, max_tokens):
+    """(logps, ref_logps): the action_outputs of items under a loaded Critic, and of ref_items under its reference.
+
+    An untrained critic is its own reference. What both read alike (without c) then has the same numbers, bit for bit,
+    whatever batches it was in, so its advantages are exactly 0."""
+    logps = action_outputs(critic.scorer, items, max_tokens)
+    ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens)
+    if critic.ref_scorer is critic.scorer:
+        for number, (item, ref_item) in enumerate(zip(items, ref_items)):
+            if item == ref_item:
+                ref_logps[number] = logps[number]
+    return logps, ref_logps
 
 
 def visual_item(rows):
@@ -904,8 +917,7 @@ def score_turns(critic, tokenizer, trajectories, max_tokens):
     fitting = [i for i, example in enumerate(examples) if longest_row(example) <= most]
     items = items_of(examples[i] for i in fitting)                   # one of each
     ref_items = items_of(ref_examples[i] for i in fitting)
-    logps = action_outputs(critic.scorer, items, max_tokens)
-    ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens)
+    logps, ref_logps = critic_outputs(critic, items, ref_items, max_tokens)
     advantages = [None] * len(trajectories)
     for i, values in zip(fitting, item_advantages(items, logps, ref_logps, critic.normalize)):
         if critic.head == "value":

@@ -107,6 +107,20 @@ def test_equal_advantages_make_no_pair_and_change_no_other(tiny, tmp_path, capsy
     assert "1 of 2 turns have no c" in said
 
 
+def test_without_c_an_untrained_critic_scores_exactly_0(workspace, tiny):
+    """Also where the prompts of others with c put the two passes into other batches."""
+    points = []
+    for number, row in enumerate(read_trajectories(workspace / "offline.jsonl")[:12]):
+        task = row["task"] if number % 2 else {**row["task"], "ground_truth": ""}
+        turns = common.agent_turns(tiny[1], row)
+        for prompt, action in turns:
+            points.append(common.DecisionPoint(prompt, task, [], [action, turns[0][1]], []))
+    critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
+    scores = common.score_actions(critic, tiny[1], points, 2048)
+    for point, numbers in zip(points, scores):
+        assert (numbers == [0, 0]) == (point.task["ground_truth"] == "")
+
+
 def test_pairs_are_drawn_from_one_stream_and_the_longer_action_counts(tiny, tmp_path):
     candidates, drawn = [{"ids": [5] * length, "ended": True} for length in (1, 2, 3)], []
     row = {"task_id": "a", "sample": 0, "turn": 0, "prompt": "?", "task": FUNCTION, "candidates": candidates,
