@@ -231,6 +231,7 @@ def main(argv=None):
             "beta": args.beta,
             "reference": args.model,
             "reference_fingerprint": weights_fingerprint(args.model),
+            "prompt_form": common.prompt_form(critic, reader, domain),
             "held_out_pair_accuracy": accuracy,
             "num_held_out_pairs": num_pairs})
     training.finish_training(args.out, scorer, tokenizer, args.merge)

@@ -292,7 +292,7 @@ def candidate_form(folder, domain, form_of_turns):
     try:
         critic = common.open_critic(args["critic"], args["model"], None, domain, args["reference_sees_c"])
     except (KeyError, InputError):
-        return [f"{folder}: was not ranked by a critic, or by one that is not there any more"]
+        return [f"{folder}: was not ranked by a critic, or by one that is not there or does not fit any more"]
     lines = [common.critic_line(critic)]
     if form_of_turns not in ([], lines):
         lines.append("The turn advantages are of another critic or another form: the two do not compare.")

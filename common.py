@@ -31,7 +31,8 @@ from lib.training import item_length, longest_row
 
 AGENT = record({"system_prompt": str}, {"chat_template_args": dict})
 CRITIC = record({"head": one_of("lm", "regression", "value"), "normalize": one_of("turn", "trajectory", "none"),
-                 "privileged": bool, "reference": label}, {"visual": bool, "reference_sees_c": bool})
+                 "privileged": bool, "reference": label},
+                {"visual": bool, "reference_sees_c": bool, "prompt_form": str})
 
 LAST_ROUND = "\n(last round)"
 HIDDEN_INFO = "The {noun} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
@@ -745,11 +746,37 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
     if tokenizer and not critic.is_visual:
         if tokenizer_name(models.load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
             raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
+    trained_form = note.get("prompt_form")                           # older critics have none
+    if trained_form and trained_form != prompt_form(critic, models.load_tokenizer(str(folder)), domain):
+        raise InputError(f"{folder}: was trained with another critic's prompt than this code makes (HIDDEN_INFO, "
+                         "critic_prompt, the chat template); train it again, or score with the code that trained it")
     if models.is_adapter(folder):
         models.check_base(folder)
     elif critic.head == "lm":
         models.check_weights(folder, critic.reference, note.get("reference_fingerprint"))
     return critic
+
+
+# In front of a chat template: in place of a date it then writes the date's format
+UNDATED = "{% macro strftime_now(format) %}{{ format }}{% endmacro %}"
+
+
+def prompt_form(critic, tokenizer, domain):
+    """A hash of how the prompt of a Critic is made, that is, of one that is made of a task and a dialogue that say
+    nothing, on no date."""
+    task = {"problem_description": "?", "ground_truth": "c", "own": True}
+    history = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
+    if critic.is_visual:
+        page = {"role": "assistant", "content": "```html\n<p>?</p>\n```"}
+        prompts = list(domain.views(task, [*history, page], critic.sees_c))
+    else:
+        undated = {"chat_template": UNDATED + tokenizer.get_chat_template()}
+        dummy = {"task": task, "max_rounds": 2, "dialogue_history": history, "chat_template_args": undated}
+        prompts = []
+        for trajectory in (dummy, {**dummy, "system_prompt": "?"}):
+            prompt = prompt_text(tokenizer, trajectory, history)
+            prompts.append(critic_prompt(tokenizer, prompt, task) if critic.sees_c else prompt)
+    return hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
 
 
 def open_critic(name, model, tokenizer, domain, ref_sees_c=None):

@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import common
 from colbench import backend, frontend
 from compare import assert_same_steps, greatest_difference, token_logps_after
 from conftest import BASE, call, critic_note, FUNCTION, read, refused, stage, succeed, write
-from lib import training
+from lib import models, training
 from lib.data import read_trajectories
 from lib.models import load_model
 from lib.runtime import InputError
@@ -319,6 +320,40 @@ def test_a_critic_s_folder_says_what_its_reference_reads_and_a_flag_has_it_other
     (tmp_path / "critic.json").write_text(json.dumps(critic_note("value")))
     assert common.read_critic(tmp_path, None, backend, False).ref_sees_c
     assert "--reference-sees-c no does nothing" in capsys.readouterr().out
+
+
+def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, critic, tmp_path, tiny, monkeypatch):
+    """By 02, 04 and 05; a critic of an older version, whose folder does not say how, is taken."""
+    stages = {2: ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--best-of", 2],
+              4: ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE],
+              5: [f"a={workspace / 'offline.jsonl'}"]}
+    sentence = "They need this {noun}.\n{ground_truth}\n"
+    line = f"{critic[0]}: was trained with another critic's prompt than this code makes (HIDDEN_INFO, "
+    assert common.read_critic(critic[0], tiny[1], backend)
+    with monkeypatch.context() as patch:
+        patch.setattr(common, "HIDDEN_INFO", sentence)
+        for number, words in stages.items():
+            assert refused(number, *words, "--critic", critic[0], "--out", tmp_path / "out").startswith(line)
+        assert not (tmp_path / "out").exists()
+        shutil.copytree(critic[0], tmp_path / "old")
+        note = json.loads((tmp_path / "old" / "critic.json").read_text())
+        del note["prompt_form"]
+        (tmp_path / "old" / "critic.json").write_text(json.dumps(note))
+        assert common.read_critic(tmp_path / "old", tiny[1], backend)
+    for name, changed in (("critic_prompt", lambda tokenizer, prompt, task: prompt), ("LAST_ROUND", "(the last)"),
+                          ("render_chat", lambda *chat, **options: models.render_chat(*chat, **options) + " ")):
+        with monkeypatch.context() as patch:
+            patch.setattr(common, name, changed)
+            with pytest.raises(InputError, match="was trained with another critic's prompt"):
+                common.read_critic(critic[0], tiny[1], backend)
+
+
+def test_the_form_of_a_prompt_is_the_same_every_day(tiny):
+    tokenizer, forms = copy.deepcopy(tiny[1]), []
+    for day in ("strftime_now('%d %b %Y')", "'28 Nov 2026'", "'29 Nov 2026'", "strftime_now('%H:%M:%S.%f')"):
+        tokenizer.chat_template = "{{ " + day + " }}" + tiny[1].chat_template
+        forms += [common.prompt_form(common.Critic("x", "x"), tokenizer, backend) for _ in range(2)]
+    assert forms[0::2] == forms[1::2] and len(set(forms)) == 4
 
 
 def test_scores_with_a_blind_reference(workspace, critic, tiny):

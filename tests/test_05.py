@@ -387,7 +387,8 @@ def test_the_page_says_where_candidates_and_turn_advantages_do_not_compare(criti
         blind_line, "The turn advantages are of another critic or another form: the two do not compare."]
     assert "p_ref(a|o, c) - log p_ref(a|o)" in lines(critic="untrained", reference_sees_c=None)[0]
     for args in ({}, {**informed, "critic": str(tmp_path / "gone")}):
-        assert lines(**args) == [f"{tmp_path}/sweet: was not ranked by a critic, or by one that is not there any more"]
+        assert lines(**args) == [f"{tmp_path}/sweet: was not ranked by a critic, or by one that is not there or does "
+                                 "not fit any more"]
 
 
 def test_bad_candidates_are_one_line(workspace, credited, tmp_path):
