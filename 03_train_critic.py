@@ -29,6 +29,7 @@ user said last, and the images of c and of what the agent has made; its head see
         --model meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --out critic
 """
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
+import argparse
 import hashlib
 import pathlib
 
@@ -177,6 +178,10 @@ def parse_args(argv=None):
         parser.error("--reference-sees-c no needs --head lm and a critic that sees c: no other compares prompts with c "
                      "and without")
     if args.head != "lm":
+        given = parser.parse_args(argv, argparse.Namespace(normalize=None, nll_coef=None))       # no defaults
+        if given.normalize not in (None, "none") or given.nll_coef:
+            parser.error(f"--normalize and --nll-coef need --head lm: a {args.head} head sees a mean over the tokens, "
+                         "and gives no probability")
         args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean, and gives no probability
     return args
 

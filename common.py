@@ -933,7 +933,8 @@ def score_turns(critic, tokenizer, trajectories, max_tokens):
 
     For each trajectory a list of floats, one a turn, whose sum is the score of the trajectory; None for one with a row
     of more than `max_tokens` tokens, or than the critic takes.
-    With an lm or regression head it is A(o_t, a_t, c) of eq. 3, for which the critic was trained.
+    With an lm or regression head it is A(o_t, a_t, c) of eq. 3. Whether its reference reads c, critic.ref_sees_c says:
+    in training it may have been otherwise (--reference-sees-c).
     A value head gives the value of a dialogue up to and with a turn (a logit, which is no advantage): here it is the
     change of value from turn to turn, from 0 before the first one."""
     groups = [(i,) for i in range(len(trajectories))]

@@ -2,7 +2,7 @@
 
 --gates   reads dialogues (02), writes gates.json: the mean summed log-probability of a turn under a model, without c
           and with c in front of the dialogue: of the logged questions by their kind, and of the right answer and
-          another task's answer as a first turn.
+          another one of its family (another task's) as a first turn.
 --critic  reads dialogues of 02 --branch, writes ranks.json: the rank correlation (Spearman) of the critic's scores of
           actions with the mean return of the dialogues that go on from them. It is the mean of a task's states, then
           the mean over tasks, with its 95 % interval by bootstrap over tasks.
@@ -133,6 +133,8 @@ def gate_lines(gates, model_name):
              "                            n  without c     with c"]
     for kind, gate in gates.items():
         lines.append("{:22} {n:6,} {without_c:10.2f} {with_c:10.2f}".format(kind, **gate))
+    if "wrong answer at once" not in gates:
+        lines.append("no wrong answer at once: no family of these tasks has two different references")
     return lines
 
 

@@ -279,6 +279,7 @@ def test_learning_rate_by_hand():
     assert rates[3] == pytest.approx(1.0)
     assert rates[51] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 48 / 97)))
     assert 0.1 < rates[-1] < 0.11
+    assert learning_rate(7, 8, 1.0) == pytest.approx(0.145, abs=1e-3)
 
 
 def test_steps_by_hand(tmp_path, monkeypatch):
