@@ -19,7 +19,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 
 --epochs and --batch-size are 1 and 8 for sweet, 4 and 8 for mtdpo, 4 and 32 for rft and sft, unless given; with
 --preset paper-frontend 8 epochs in place of 4.
-Unlike the paper, it leaves out pairs of equal actions, and candidates stopped by length (docs/reproduce.md).
+Unlike the paper, it leaves out pairs of equal advantage, and candidates stopped by length (docs/reproduce.md).
 Other methods are forks of this file, in examples/: docs/fork.md.
 
     python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model models/tiny --critic out/critic \\
