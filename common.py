@@ -493,7 +493,7 @@ def in_chunks(function, projection, hidden, *tensors):
     def of_states(hidden, *tensors):
         if keeps_slopes:
             return models.RowValues.apply(hidden, weight, bias, of_sums, num_parts(hidden, MAX_LOGITS), *tensors)
-        return function(projection.float_logits(hidden), *tensors)
+        return function(projection.logits(hidden), *tensors)
     num_chunks = num_parts(hidden, MAX_SLOPES if keeps_slopes else MAX_LOGITS)
     if num_chunks == 1:
         return of_states(hidden, *tensors)

@@ -33,7 +33,7 @@ def token_kls(projection, hidden, teacher_projection, teacher_hidden, direction)
     "forward": KL(teacher || policy), which covers what the teacher does; "reverse": KL(policy || teacher)."""
     def kls_of(logits, teacher_hidden):
         logps = F.log_softmax(logits, -1)                                                        # (n, V)
-        teacher_logps = F.log_softmax(teacher_projection.float_logits(teacher_hidden), -1)       # (n, V)
+        teacher_logps = F.log_softmax(teacher_projection.logits(teacher_hidden), -1)       # (n, V)
         if direction == "forward":
             return (teacher_logps.exp() * (teacher_logps - logps)).sum(-1)
         return (logps.exp() * (logps - teacher_logps)).sum(-1)

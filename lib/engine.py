@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel, SDPBackend
 from torch.nn.utils.rnn import pad_sequence
 
-from lib.models import decoder_mask, most_positions, projection_of, sliding_window, takes_masks, width_padding
+from lib.models import (
+    decoder_mask,
+    has_fast_bfloat16,
+    most_positions,
+    projection_of,
+    sliding_window,
+    takes_masks,
+    width_padding,
+)
 from lib.runtime import InputError, say
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
@@ -88,6 +96,9 @@ class Engine:
                              "and positions of our choice, cannot be sampled from here; run it as a server (http://…, "
                              "which 04 takes as --sampler)")
         self.model = model
+        self.projection = projection_of(model)
+        if not has_fast_bfloat16(self.projection.weight):       # once, not in every step
+            self.projection = self.projection._replace(weight=self.projection.weight.float())
         self.window = sliding_window(model)
         self.stops = set(stops)
         self.num_ids = num_ids
@@ -253,7 +264,7 @@ class Engine:
         ids, positions, uniforms, temperatures = inputs.unbind(1)                                     # (R,) each
         ids, positions = ids.long()[:, None], positions.long()[:, None]                               # (R, 1) each
         states = self.forward(slice(len(inputs)), ids, positions, width)                              # (R, 1, H)
-        logits = projection_of(self.model).float_logits(states[:, 0])                                 # (R, V)
+        logits = self.projection.logits(states[:, 0])                                                 # (R, V)
         return next_tokens(logits[:, :self.num_ids], uniforms.float(), temperatures.float())
 
     def finish(self, slot):

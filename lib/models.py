@@ -442,10 +442,6 @@ class Projection(collections.namedtuple("Projection", "weight bias scale cap", d
     and softly limited to -cap … cap (None: it is not)."""
 
     def logits(self, hidden):
-        """Logits (n, V) float32 of hidden states (n, H), whose product with the weights is in their type."""
-        return self.finished(F.linear(hidden, self.weight).float())
-
-    def float_logits(self, hidden):
         """Logits (n, V) of states (n, H): float32 sums, whatever states and weights are in."""
         return self.finished(float_sums(hidden, self.weight))
 
