@@ -94,12 +94,9 @@ async score(pairs, explain=False)       for each (task, answer) {"reward": in [0
                     no reward
 async show(documents)   {document: image file, or None if there is none}; needed only with `views`
 """
-import contextlib
-import gzip
 import hashlib
 import pathlib
 import random
-import zlib
 
 from colbench.schema import label, nullable, record
 
@@ -112,18 +109,6 @@ def beside(name):
     """The text of a file of this folder, without its last newline."""
     path = pathlib.Path(__file__).parent / name
     return path.read_text("utf-8").removesuffix("\n")
-
-
-@contextlib.contextmanager
-def open_lines(path):
-    """Opens a file of lines (JSONL), as bytes; of one that gzip has packed, whatever its name, what it packs.
-    OSError, which names the file, where that is damaged."""
-    with open(path, "rb") as file:
-        is_packed = file.peek(2).startswith(b"\x1f\x8b")
-        try:
-            yield gzip.open(file) if is_packed else file
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise gzip.BadGzipFile(f"{path}: damaged gzip file ({error})") from None
 
 
 SPLITS = {"train": range(0, 80), "validation": range(80, 90), "test": range(90, 100)}

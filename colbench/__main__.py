@@ -13,7 +13,8 @@ import json
 import sys
 import tempfile
 
-from colbench import check_keys, ColBenchError, domain_of, DOMAINS, make_tasks, open_lines, SPLITS, task_id
+from colbench import check_keys, ColBenchError, domain_of, DOMAINS, make_tasks, SPLITS, task_id
+from colbench.schema import open_lines
 
 
 def parse_args(argv=None):

@@ -8,10 +8,25 @@ what is wrong with it (None: nothing). The functions below make such functions o
 
 `int` is a whole number of 64 bits, `float` a finite number, whole or not; true and false are neither.
 lib/ uses them, too."""
+import contextlib
+import gzip
+import zlib
 
 MAX_WORD = 2 ** 63
 NAMES = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list",
          dict: "an object"}
+
+
+@contextlib.contextmanager
+def open_lines(path):
+    """Opens a file of lines (JSONL), as bytes; of one that gzip has packed, whatever its name, what it packs.
+    OSError, which names the file, where that is damaged."""
+    with open(path, "rb") as file:
+        is_packed = file.peek(2).startswith(b"\x1f\x8b")
+        try:
+            yield gzip.open(file) if is_packed else file
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise gzip.BadGzipFile(f"{path}: damaged gzip file ({error})") from None
 
 
 def is_a(value, wanted):

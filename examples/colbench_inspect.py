@@ -20,7 +20,8 @@ from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessag
 from inspect_ai.scorer import mean, Score, scorer, stderr
 from inspect_ai.solver import solver
 
-from colbench import domain_of, DOMAINS, make_tasks, open_lines, task_id
+from colbench import domain_of, DOMAINS, make_tasks, task_id
+from colbench.schema import open_lines
 
 MESSAGES = {"system": ChatMessageSystem, "user": ChatMessageUser, "assistant": ChatMessageAssistant}
 

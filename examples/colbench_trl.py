@@ -17,7 +17,8 @@ from datasets import Dataset
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig, GRPOTrainer
 
-from colbench import backend, open_lines
+from colbench import backend
+from colbench.schema import open_lines
 
 SYSTEM = ("You help a person with one Python function. The request leaves things out that only the person knows. Ask "
           "one short question at a time with `ask`. When you know enough, `submit` the complete function.")

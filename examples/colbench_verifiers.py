@@ -19,7 +19,8 @@ import random
 
 import verifiers.v1 as vf
 
-from colbench import ColBenchError, domain_of, open_lines
+from colbench import ColBenchError, domain_of
+from colbench.schema import open_lines
 
 __all__ = ["ColBenchEnv", "ColBenchTaskset"]                        # verifiers finds the two classes here
 

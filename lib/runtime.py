@@ -22,8 +22,7 @@ from collections import Counter, namedtuple
 import torch
 import torch.distributed as dist
 
-from colbench import open_lines
-from colbench.schema import record
+from colbench.schema import open_lines, record
 from lib import VERSION
 
 
