@@ -29,11 +29,12 @@ class Test:
 
     call: its expression
     operator: the name of a comparison of two sides in ast, else None
-    nodes: the syntax trees of the two sides, or of the call; none where the call cannot be read
+    sides: the syntax trees of the two sides, or of the call; none where the call cannot be read
     whole: the expression that is put to the reference
-    asks: the syntax trees of what answers evaluate, all else is evaluated with their values
+    asks: the syntax trees of what answers evaluate; all else is evaluated with their values
     asked: the expression that is put to answers, a tuple where they have several asks
-    rest: the expression of what is left of the sides without the asks; None where nothing is
+    parts: the sides of which something is asked, but not the whole
+    rest: the expression of the parts without the asks; None where there are none
     is_settled: do the reference's own values, put together by the rest, give what the whole gives?
     value: what an answer must give: ["ok", value], or ["error", why the test cannot be graded]
     on_reference: the values of the sides
@@ -41,23 +42,88 @@ class Test:
 
     def __init__(self, call):
         self.call = self.whole = self.asked = call.strip()
-        self.operator, self.nodes, self.asks, self.rest = None, (), [], None
+        self.operator, self.sides, self.asks, self.parts, self.rest = None, [], [], [], None
         self.is_settled, self.on_reference, self.asked_on_reference = False, [], []
         with contextlib.suppress(*NO_PYTHON):                       # its result says so
             tree = parse(self.call, "eval").body
-            nodes = [tree]
+            self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
             if isinstance(tree, ast.Compare) and len(tree.ops) == 1:
-                nodes = [tree.left, tree.comparators[0]]
+                sides = [tree.left, tree.comparators[0]]
+                self.whole = together(map(ast.unparse, sides))
                 self.operator = type(tree.ops[0]).__name__
-                self.whole = together(map(ast.unparse, nodes))
-            inline = Inline()
-            self.nodes = [inline.visit(node) for node in nodes]
-            self.parents = {child: node for side in self.nodes for node in ast.walk(side)
-                            for child in ast.iter_child_nodes(node)}
+                self.sides = sides
+            else:
+                self.sides = [tree]
 
     @property
     def is_gradeable(self):
         return self.value[0] == "ok"
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # what is asked of answers
+
+    def find_asks(self, names):
+        """Ask the smallest parts of the sides that only an answer can evaluate, with what tells nothing around them.
+        RecursionError where an expression is nested too deep."""
+        names_here = {node.target.id for side in self.sides for node in ast.walk(side)
+                      if isinstance(node, ast.NamedExpr)}
+        asks = [ask for side in self.sides for ask in asks_in(side, names)]
+        if any(reads(ask, names_here) for ask in asks):             # what `:=` names elsewhere
+            self.ask([side for side in self.sides if not is_literal(side)])
+            return
+        self.ask(asks)
+        while (grown := self.without_inner(map(self.grown, self.asks))) != self.asks:
+            self.ask(grown)
+
+    def ask(self, asks):
+        """Put these parts of the sides (syntax trees) to answers."""
+        self.asks = asks
+        self.asked = together(map(ast.unparse, asks)) if asks else ""
+        asked_of = {self.ancestors(ask)[-1] for ask in asks}
+        has_names = ":=" in self.call and asks                      # then one side may need what another names
+        self.parts = [side for side in self.sides if side not in asks and (side in asked_of or has_names)]
+        texts = [with_placeholders(side, asks) for side in self.parts]
+        self.rest = together(texts) if texts else None
+
+    def ancestors(self, node):
+        """A part of a side, what stands around it, and so on, to the side."""
+        nodes = [node]
+        while nodes[-1] not in self.sides:
+            nodes.append(self.parents[nodes[-1]])
+        return nodes
+
+    def without_inner(self, asks):
+        """The asks that lie in no other, each once."""
+        asks = list(dict.fromkeys(asks))
+        return [ask for ask in asks if not any(node in asks for node in self.ancestors(ask)[1:])]
+
+    def grown(self, ask):
+        """An ask with what stands around it and tells nothing of the value that is wanted, so that an answer may return
+        what the test then makes data of (`list(f(3))`): an attribute, or a call with nothing but asks and builtins."""
+        if ask in self.sides:
+            return ask
+        parent = self.parents[ask]
+        if isinstance(parent, ast.Attribute) and isinstance(self.parents.get(parent), ast.Call):
+            parent = self.parents[parent]                           # a method
+        if isinstance(parent, ast.Call):
+            arguments = [*parent.args, *(keyword.value for keyword in parent.keywords)]
+            others = [node for node in arguments if node not in self.asks]
+            tells_nothing = all(isinstance(node, ast.Name) and hasattr(builtins, node.id) for node in others)
+            is_named = isinstance(parent.func, ast.Name) or ask in self.ancestors_of_function(parent)
+            return parent if tells_nothing and is_named else ask
+        return parent if isinstance(parent, ast.Attribute) else ask
+
+    def ancestors_of_function(self, call):
+        """What a call calls, and whose method that is."""
+        function = call.func
+        return [function, function.value] if isinstance(function, ast.Attribute) else [function]
+
+    def larger(self, ask):
+        """The next larger part around an ask; the ask itself where it is a whole side."""
+        for node in self.ancestors(ask)[1:]:
+            if isinstance(node, ast.expr) and not isinstance(node, DEPENDENT):
+                return node
+        return ask
 
     # ----------------------------------------------------------------------------------------------------------------
     # what the reference says
@@ -67,59 +133,38 @@ class Test:
         self.value = result
         if result[0] == "error":
             return
-        self.on_reference = values_of(result, len(self.nodes)) if self.operator else [result[1]]
+        self.on_reference = values_of(result, len(self.sides)) if self.operator else [result[1]]
         if self.on_reference is None:
             self.value = BROKEN
             return
         try:
-            if not self.nodes:
+            if not self.sides:
                 raise RecursionError
-            if any(compares(node, names) for node in self.nodes):
+            if any(compares(side, names) for side in self.sides):
                 self.value = ["error", "a comparison inside an expression"]
                 return
-            asks = [ask for node in self.nodes for ask in asks_in(node, names)]
-            if not asks:
-                self.value = ["error", ASKS_NOTHING]
-                return
-            self.ask(asks)
+            self.find_asks(names)
         except (RecursionError, MemoryError):
             self.value = ["error", "an expression that is nested too deep"]
             return
-        if self.rest is None and ":=" not in self.call:
-            self.asked_on_reference = [self.on_reference[self.nodes.index(ask)] for ask in self.asks]
+        if not self.asks:
+            self.value = ["error", ASKS_NOTHING]
+        if self.rest is None:
+            self.asked_on_reference = [self.on_reference[self.sides.index(ask)] for ask in self.asks]
             self.is_settled = True
-
-    def ask(self, asks):
-        """Put these parts of the sides (syntax trees) to answers."""
-        self.asks = asks
-        self.asked = together(map(ast.unparse, asks))
-        parts = [with_placeholders(node, asks) for node in self.nodes if is_partly_asked(node, asks)]
-        self.rest = together(parts) if parts else None
 
     def settle(self, result, rest_result):
         """Take what the reference gives for `asked`, and the rest with it. Where it is no data, as an iterator is not,
         or does not give the sides again, larger parts of them are asked."""
-        values = values_of(result, len(self.asks))
-        if values is not None and self.sides(values, rest_result) == self.on_reference:
+        values = self.values(result)
+        sides = self.values_of_sides(values, rest_result)
+        if sides and all(map(equal_values, sides, self.on_reference)):
             self.asked_on_reference, self.is_settled = values, True
             return
-        asks = []
-        for ask in map(self.larger, self.asks):
-            asks = [other for other in asks if other not in ast.walk(ask)]
-            if not any(ask in ast.walk(other) for other in asks):
-                asks.append(ask)
-        if asks == self.asks:
+        larger = self.without_inner(map(self.larger, self.asks))
+        if larger == self.asks:
             self.value = ["error", result[1] if result[0] == "error" else "it gives another value in parts"]
-        self.ask(asks)
-
-    def larger(self, ask):
-        """The next larger part around an ask; the ask itself where it is a whole side."""
-        node = ask
-        while node not in self.nodes:
-            node = self.parents[node]
-            if isinstance(node, ast.expr) and not isinstance(node, DEPENDENT):
-                return node
-        return ask
+        self.ask(larger)
 
     def numbers(self):
         """The floats among what the reference gives."""
@@ -133,11 +178,11 @@ class Test:
 
     def is_doubtful(self, names):
         """Might an answer that defines nothing give a value? (Not where a side is the call of a tested function.)"""
-        return not any(calls_tested(node, names) for node in self.nodes)
+        return not any(calls_tested(side, names) for side in self.sides)
 
     def learn_nothing(self, result):
         """Take what an empty answer gives for the whole: a test that it passes asks the answer nothing."""
-        sides = values_of(result, len(self.nodes)) if self.operator else [result[1]]
+        sides = values_of(result, len(self.sides)) if self.operator else [result[1]]
         if result[0] == "ok" and sides and self.result_of(sides) == self.value:
             self.value = ["error", ASKS_NOTHING]
 
@@ -161,29 +206,21 @@ class Test:
         rest, with these values, gives `rest_result`."""
         if result[0] == "error" or not self.is_gradeable:
             return result
-        if self.rest is not None and rest_result[0] == "error":
-            return rest_result
         values = self.values(result)
-        sides = None if values is None else self.sides(values, rest_result)
+        if values is not None and self.rest is not None and rest_result[0] == "error":
+            return rest_result
+        sides = self.values_of_sides(values, rest_result)
         return BROKEN if sides is None else self.result_of(sides)
 
-    def sides(self, values, rest_result):
-        """The values of the sides, where the asks have these values; None where the rest has none."""
-        parts = []
-        if self.rest is not None:
-            num_parts = sum(is_partly_asked(node, self.asks) for node in self.nodes)
-            parts = values_of(rest_result, num_parts)
-        if parts is None:
+    def values_of_sides(self, values, rest_result):
+        """The values of the sides, where the asks have these values; None where these or the rest have none."""
+        rest_values = values_of(rest_result, len(self.parts)) if self.parts else []
+        if values is None or rest_values is None:
             return None
-        sides = []
-        for node, on_reference in zip(self.nodes, self.on_reference):
-            if node in self.asks:
-                sides.append(values[self.asks.index(node)])
-            elif is_partly_asked(node, self.asks):
-                sides.append(parts.pop(0))
-            else:
-                sides.append(on_reference)
-        return sides
+        known = dict(zip(self.sides, self.on_reference))
+        known |= zip(self.parts, rest_values)
+        known |= zip(self.asks, values)
+        return [known[side] for side in self.sides]
 
     def result_of(self, sides):
         """What the test gives where its sides have these values. Where an equality holds on the reference, each side
@@ -219,25 +256,14 @@ def names_of(sent):
 # ---------------------------------------------------------------------------------------------------------------------
 # expressions
 
-class Inline(ast.NodeTransformer):
-    """Puts what `:=` names in the place of the name, so that no part of a test needs another."""
-
-    def __init__(self):
-        self.values = {}
-
-    def visit_NamedExpr(self, node):
-        self.values[node.target.id] = value = self.visit(node.value)
-        return value
-
-    def visit_Name(self, node):
-        return copy.deepcopy(self.values.get(node.id, node))
-
-
 class Placeholders(ast.NodeTransformer):
-    """Puts names in the place of the parts that have a number."""
+    """Puts names in the place of the parts of an expression that are `asks`."""
+
+    def __init__(self, asks):
+        self.asks = asks
 
     def visit(self, node):
-        return ast.Name(placeholder(node.number)) if hasattr(node, "number") else self.generic_visit(node)
+        return ast.Name(placeholder(self.asks.index(node))) if node in self.asks else self.generic_visit(node)
 
 
 def placeholder(number):
@@ -247,22 +273,44 @@ def placeholder(number):
 
 def with_placeholders(node, asks):
     """The text of an expression with a placeholder for each of the asks in it."""
-    for number, ask in enumerate(asks):
-        ask.number = number
-    text = ast.unparse(Placeholders().visit(copy.deepcopy(node)))
-    for ask in asks:
-        del ask.number
-    return text
+    copies = {}                                                     # {id of a node: its copy}, as deepcopy keeps them
+    copied = copy.deepcopy(node, copies)
+    return ast.unparse(Placeholders([copies.get(id(ask)) for ask in asks]).visit(copied))
 
 
 def asks_in(node, names):
     """The smallest parts of an expression that need the answer: calls of what is tested, its name elsewhere, and
-    lambdas and comprehensions that have its name in them."""
-    is_name = is_tested(node, names)
-    has_name = isinstance(node, SCOPES) and any(is_tested(inner, names) for inner in ast.walk(node))
-    if is_name or has_name or calls_tested(node, names):
+    around these what has variables of its own, or may not come to evaluate them, or sets something up before."""
+    if is_tested(node, names) or calls_tested(node, names):
         return [node]
-    return [ask for child in ast.iter_child_nodes(node) for ask in asks_in(child, names)]
+    children = list(ast.iter_child_nodes(node))
+    asks_of = [asks_in(child, names) for child in children]
+    asks = [ask for asks_of_child in asks_of for ask in asks_of_child]
+    if isinstance(node, SCOPES):
+        first = [] if isinstance(node, ast.Lambda) else asks_in(node.generators[0].iter, names)
+        return asks if asks == first else [node]                    # the first iterator is evaluated outside
+    if isinstance(node, (ast.BoolOp, ast.IfExp)):
+        always = asks_in(node.test if isinstance(node, ast.IfExp) else node.values[0], names)
+        return asks if asks == always else [node]
+    if isinstance(node, (ast.Tuple, ast.List)):
+        before = children[:next((number for number, found in enumerate(asks_of) if found), 0)]
+        if any(isinstance(inner, ast.Call) for child in before for inner in ast.walk(child)):
+            return [node]
+    return asks
+
+
+def reads(node, names_here):
+    """Does an expression read one of these names that it does not name itself?"""
+    inside = {inner.target.id for inner in ast.walk(node) if isinstance(inner, ast.NamedExpr)}
+    return any(isinstance(inner, ast.Name) and inner.id in names_here - inside for inner in ast.walk(node))
+
+
+def is_literal(node):
+    try:
+        ast.literal_eval(node)
+        return True
+    except (SyntaxError, TypeError, ValueError):
+        return False
 
 
 def is_tested(node, names):
@@ -281,11 +329,6 @@ def compares(node, names):
     if isinstance(node, ast.Compare):
         return True
     return any(compares(child, names) for child in ast.iter_child_nodes(node))
-
-
-def is_partly_asked(node, asks):
-    """Is some part of a side asked, but not the whole side?"""
-    return node not in asks and any(ask in ast.walk(node) for ask in asks)
 
 
 def together(expressions):
@@ -321,7 +364,8 @@ def holds(kind, a, b, tolerance=None):
     Equal values may differ by the rounding of floats (`tolerance`); all other comparisons are exact."""
     if "array" in [side[0] for side in (a, b) if type(side) is list]:
         raise TypeError("a comparison with an array")
-    is_identity = kind in ("Is", "IsNot") and b in (None, 0, 1)
+    are_types = all(type(side) is list and side[0] == "type" for side in (a, b))
+    is_identity = kind in ("Is", "IsNot") and (b in (None, 0, 1) or are_types)
     if kind == "Eq" or kind == "Is" and is_identity:
         return equal_values(a, b, tolerance)
     if kind == "NotEq" or kind == "IsNot" and is_identity:

@@ -129,7 +129,7 @@ class Sandbox:
         given: for each call {name: encoded value}, names that it may read.
         reference: for sandbox_worker.run_compat."""
         reference, given, renewed = more.get("reference"), more.get("given"), more.get("renewed", 0)
-        if sum(map(len, (code, reference or "", *calls))) > REQUEST_LIMIT:
+        if sum(map(len, (code, reference or "", *calls[renewed:]))) > REQUEST_LIMIT:
             return [["error", f"larger than {REQUEST_LIMIT:,} characters"]] * len(calls), None
         values, imported, left_s = [], None, LOADS_LIMIT_S + len(calls) * time_limit_s
         while len(values) < len(calls):

@@ -40,7 +40,7 @@ START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S = 60, 4, 20
 CLEAN_LIMIT_S = 5               # to remove the files that a process leaves
 EMPTY = 'cd "$0" && timeout "$1" sh -c "chmod -R u+rwx . && find . -mindepth 1 -delete"'
 THREAD_LIMIT = 64               # threads of an answer
-FINISHED = 64                   # exit code of a process that has made its calls
+FINISHED, KILLED = 64, 128      # exit codes of a process that has made its calls; and a signal: that has ended another
 LIMITS = ((resource.RLIMIT_AS, MEMORY_LIMIT), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, FILE_LIMIT),
           (resource.RLIMIT_NOFILE, 64))
 WATCH_S = .01                   # seconds between two counts of threads, where the system does not count
@@ -75,7 +75,7 @@ def run_calls(request, send, close):
             os._exit(FINISHED)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         if exit_code != FINISHED:
-            os._exit(max(0, -exit_code))                            # the signal, as if it had ended this process
+            os._exit(0 if exit_code >= 0 else KILLED - exit_code)
         if os.listdir():
             send("restart")
             return
@@ -589,7 +589,8 @@ def end_all(walls, child):
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
-    last_signal = abs(os.waitstatus_to_exitcode(status))            # also as an exit code (run_calls)
+    exit_code = os.waitstatus_to_exitcode(status)
+    last_signal = -exit_code if exit_code < 0 else max(0, exit_code - KILLED)
     return [last_signal, usage.ru_utime + usage.ru_stime]
 
 

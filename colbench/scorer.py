@@ -10,11 +10,12 @@ from collections import namedtuple
 
 from colbench import ColBenchError, task_id
 from colbench.questions import ASKS_NOTHING, names_of, NONE_ALONE, placeholder, Test
-from colbench.sandbox import LayerError, Sandbox
+from colbench.sandbox import ANSWER_TIME_LIMIT, LayerError, Sandbox, TIME_LIMIT
 from colbench.values import equal_values, EXACT, readable, tolerance_of
 
 log = logging.getLogger(__name__)
 
+TIME_LIMITS = ["error", TIME_LIMIT], ["error", ANSWER_TIME_LIMIT]
 OTHER_VALUE, NOT_TWICE, NOT_GRADEABLE = "another value", "not the same value twice", "not gradeable"
 MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score shows, and characters of a text there
 
@@ -155,13 +156,16 @@ class Scorer:
 
         They run in their order and, in a new process, in the reverse order. Where that makes a difference, as one has
         left something to the next, each runs in a process of its own, which would take several times as long for all.
-        """
+        What has taken too long is no difference, and does not run again."""
         if len(calls) < 2:
             return child.run(code, calls, self.time_limit_s, imports)[0]
         results, _ = child.run(code, calls + calls[::-1], self.time_limit_s, imports, renewed=len(calls))
-        if results == results[::-1]:
-            return results[:len(calls)]
-        return [child.run(code, [call], self.time_limit_s, imports)[0][0] for call in calls]
+        results, reversed_results = results[:len(calls)], results[len(calls):][::-1]
+        is_late = [result in TIME_LIMITS or again in TIME_LIMITS for result, again in zip(results, reversed_results)]
+        if all(late or result == again for late, result, again in zip(is_late, results, reversed_results)):
+            return results
+        return [result if late else child.run(code, [call], self.time_limit_s, imports)[0][0]
+                for call, result, late in zip(calls, results, is_late)]
 
     def rest_results(self, child, tests, results, imports):
         """What is left of tests gives with the values of what they asked, `results`: of each test ["ok", value] or
@@ -296,7 +300,8 @@ def check_tasks(tasks, scorer, other_hashes):
         for name, (status, value) in zip(task["test_cases"], values):
             if status == "error":
                 findings.setdefault(kind_of_fault(value), f"{name}: {value}")
-        if not findings and values != other_values:
+        is_same = all(fault_of(value, other) is None for value, other in zip(values, other_values))
+        if not findings and not is_same:
             findings["order of a set"] = "other results with another hash seed"
         if not values:
             findings["no tests"] = "nothing to pass"

@@ -52,7 +52,7 @@ def encode(value, depth=0):
     for name, types in CONTAINERS.items():
         if isinstance(value, types):
             parts = encode_all(value.items() if name in DICTS else value, depth)
-            if name in UNORDERED:
+            if name == "set":                                       # which has no order
                 parts.sort(key=order)
             return [name, *parts]
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -223,7 +223,8 @@ WRITTEN = {                                     # what makes a value of the part
 # equality, of what is_encoded
 
 EXACT = 0.0, 0.0                                # a tolerance: how much floats may differ, relative and absolute
-RELATIVE, ROUNDING = 1e-12, 2.0 ** -48          # of rounding: of the number itself, of the largest number of a task
+RELATIVE, ROUNDING = 1e-12, 2.0 ** -48          # of rounding: of the number itself, of the largest number of a task …
+MAX_ROUNDING = 1e-12                            # … but no more than this: one number may be far larger than the others
 
 
 def numbers_in(data):
@@ -236,7 +237,7 @@ def numbers_in(data):
 def tolerance_of(numbers):
     """How much floats may differ by rounding in a task with these numbers. Where numbers cancel, what is left is off
     by the rounding of the largest."""
-    return RELATIVE, ROUNDING * max(numbers, default=0.0)
+    return RELATIVE, min(MAX_ROUNDING, ROUNDING * max(numbers, default=0.0))
 
 
 def real(data):
