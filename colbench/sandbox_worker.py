@@ -35,6 +35,7 @@ PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datet
                                 # most, as it draws a seed in each (and statistics imports it)
 BLACKLIST = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(", "quit(",
              "argparse")        # of the published scorer; also where they stand in a comment or a longer word
+BUILTINS = dict(vars(builtins))
 COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"                      # the names of their code
 START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S = 60, 4, 20
 CLEAN_LIMIT_S = 5               # to remove the files that a process leaves
@@ -97,7 +98,7 @@ def run_each(numbers, pieces, broken, request, send):
         if number == 0 and imports is None:
             send(imported_names(calls, module.__dict__, pieces))
         try:
-            scope = scope_of_a_call(module, imports)
+            scope = scope_of_a_call(module, imports, calls[number])
             if request["given"]:
                 scope = {**scope, **decoded(request["given"][number])}
             result = ["ok", encode(eval(calls[number], scope))]
@@ -127,12 +128,12 @@ def compiled_pieces(request):
     return pieces or [[Statement(parse(code))]]
 
 
-def scope_of_a_call(module, imports):
+def scope_of_a_call(module, imports, call):
     """The globals in which a call is evaluated.
 
     What the reference imported under a name is what the call means by it, however the answer imported it; a name that
     the answer defines itself is the answer's. Names without a module are what is tested: the answer's to define, also
-    where Python has something of that name."""
+    where Python has something of that name. Other builtins are Python's own: no answer's `abs` takes part in a test."""
     imported, to_define = {}, set()
     for name, where, what in imports or ():
         if where is None:
@@ -140,6 +141,8 @@ def scope_of_a_call(module, imports):
         elif name not in module.__dict__ or origin(module.__dict__[name]):
             source = importlib.import_module(where)
             imported[name] = getattr(source, what) if what else source
+    if imports is not None and isinstance(call, types.CodeType):
+        imported |= {name: BUILTINS[name] for name in names_in(call) if name in BUILTINS and name not in to_define}
     scope = {**module.__dict__, **imported} if imported else module.__dict__
     hidden = {name for name in to_define if hasattr(builtins, name)}
     if not hidden:

@@ -306,7 +306,7 @@ def check_tasks(tasks, scorer, other_hashes):
         if not values:
             findings["no tests"] = "nothing to pass"
         if constant == 1:
-            findings["vacuous"] = f"{readable(best_value)[:60]} passes every test"
+            findings["vacuous"] = f"every test gives {readable(best_value)[:60]}"
         first = first_with.setdefault(task["ground_truth"], number)
         if first != number:
             findings["repeated"] = f"the reference of task {first}"

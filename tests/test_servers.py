@@ -431,7 +431,7 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(workspace
     def flags(name, *more):
         return policy_flags(tmp_path, "sweet", tmp_path / name, "--critic", "untrained", "--data-frac", 1,
                             "--num-candidates", 3, "--max-new-tokens", 40, "--temperature", 0, *more)
-    assert "two equal actions" in refused(4, *flags("here"))
+    assert "have equal advantages" in refused(4, *flags("here"))
     here, out = tmp_path / "here" / "candidates.jsonl", tmp_path / "out"
     first, arguments = serve("--model", BASE, "--delay-s", 0.1), flags("out", "--concurrency", 3, "--sampler")
     process = begin("04_train_policy.py", *arguments, f"{first['url']}#model", folder=tmp_path)
@@ -445,7 +445,7 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(workspace
     servers = [serve("--model", BASE) for _ in range(2)]
     urls = [server["url"] for server in servers]
     process = run("04_train_policy.py", *arguments, f"{','.join(urls)}#model", ranks=2)
-    assert process.returncode == 2 and "two equal actions" in process.stderr
+    assert process.returncode == 2 and "have equal advantages" in process.stderr
     numbers = [len(read(server["log"])) for server in servers]
     assert sum(numbers) == 3 * (num_states - num_done) and min(numbers) > 0
     assert (out / "candidates.jsonl").read_bytes() == here.read_bytes() and not list(out.glob("*.partial*"))

@@ -16,7 +16,7 @@ import common
 from colbench import frontend
 from colbench.browser import Browser, Render
 from compare import assert_same_steps
-from conftest import BASE, call, read, refused, stage, succeed, turns, write
+from conftest import BASE, call, read, refused, run, stage, succeed, turns, write
 from lib.data import sight_of
 from lib.models import load_tokenizer
 from lib.runtime import InputError
@@ -249,10 +249,12 @@ def test_two_ranks_equal_one_and_values_and_adapters_can_be_trained(dialogues, v
 
 
 def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path):
+    """Which here are no pages, so that all have equal advantages and no pair can be made."""
     out, _, loaded = critic
-    succeed("04_train_policy.py", "--method", "sweet", "--trajectories", dialogues, "--model", BASE,
-            "--critic", out, "--data-frac", 0.13, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1,
-            "--out", tmp_path / "p", ranks=2)
+    process = run("04_train_policy.py", "--method", "sweet", "--trajectories", dialogues, "--model", BASE,
+                  "--critic", out, "--data-frac", 0.13, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1,
+                  "--out", tmp_path / "p", ranks=2)
+    assert process.returncode == 2 and "have equal advantages" in process.stderr
     rows = read(tmp_path / "p" / "scored.jsonl")
     expected = common.score_actions(loaded, None, list(map(stage(4).decision_point, rows)), 4096)
     advantages = sum([row["advantages"] for row in rows], [])
