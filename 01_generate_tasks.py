@@ -33,13 +33,12 @@ import random
 import re
 import warnings
 
-import common
 from colbench import ColBenchError, domain_of, DOMAINS, in_split, make_tasks, published, SPLITS, task_id, written
 from colbench.scorer import check_tasks, Scorer
 from lib import data, flags, runtime
 from lib.runtime import begin_output, InputError, is_done, read_jsonl, Rows, run_stage, say, start, write_jsonl
 from lib.sampling import add_rows, finish_rows, open_sampler
-from lib.servers import strip_thoughts
+from lib.tokens import strip_thoughts, system_prompt
 
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks
@@ -228,7 +227,7 @@ def first_shuffled(items, num_items, seed):
 
 def write_system_prompt(path, trajectories):
     """Write the system prompt that the agent of most trajectories had, for 02 --system-prompt."""
-    counts = collections.Counter(map(common.system_prompt, trajectories))
+    counts = collections.Counter(map(system_prompt, trajectories))
     del counts[None]                                                # ours, or none that can be read
     path.unlink(missing_ok=True)
     if counts:

@@ -38,11 +38,13 @@ from colbench import ColBenchError, domain_of, task_id
 from colbench.defaults import nothing
 from colbench.schema import table_of
 from lib import data, flags, runtime
-from lib.models import load_tokenizer, tokenizer_name
+from lib.load import load_tokenizer
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
+from lib.scorer import load_whole, TooLong
 from lib.servers import is_server, NoRoom, ReplyError
 from lib.statistics import agent_places, heading_of, mean_over_tasks, measure_turns
+from lib.tokens import agent_messages, check_prompt, system_prompt, tokenizer_name
 from lib.vision import action_views, documents_of, load_vision
 
 ROLES = "agent", "simulator", "judge"
@@ -102,7 +104,7 @@ async def agent_turn(dialogue, players, args):
         scripted_turn = domain.PLAYERS[args.agent]
         message = scripted_turn(dialogue.task, dialogue.history, args.max_rounds, random.Random(repr(key)))
         return {"role": "assistant", "content": domain.shown(message)}
-    chat = common.agent_messages(dialogue.history, args.max_rounds, domain.AGENT_SYSTEM, dialogue.system)
+    chat = agent_messages(dialogue.history, args.max_rounds, domain.AGENT_SYSTEM, dialogue.system)
     replies = await agent.sample(chat, args.best_of, args.temperature, args.max_new_tokens, key)
     messages = [domain.shown(agent.visible(reply)) for reply in replies]
     choice = 0
@@ -154,7 +156,7 @@ async def critic_choice(dialogue, replies, messages, players, max_tokens):
         critic = dataclasses.replace(critic, sight=critic.sight._replace(show=lambda _: files))
     try:
         [scores] = common.score_actions(critic, players.agent.tokenizer, [point], max_tokens)
-    except common.TooLong as error:
+    except TooLong as error:
         raise NoRoom(str(error)) from None
     return max(range(len(scores)), key=scores.__getitem__)
 
@@ -232,7 +234,7 @@ def branched_dialogues(trajectories, system, args):
         for candidate in range(args.branch_candidates):
             for continuation in range(args.samples):
                 dialogue = branched_dialogue(len(dialogues), trajectory, position, candidate, continuation)
-                dialogue.system = common.system_prompt(trajectory) if system is None else system
+                dialogue.system = system_prompt(trajectory) if system is None else system
                 dialogues.append(dialogue)
     return dialogues
 
@@ -486,7 +488,7 @@ def open_players(domain, system, device, args):
     if tokenizer:
         if system is None:
             system = domain.AGENT_SYSTEM.format(max_rounds=args.max_rounds)
-        common.check_prompt(args.agent, tokenizer, system, players.agent.template_args)
+        check_prompt(args.agent, tokenizer, system, players.agent.template_args)
     if args.best_of > 1 and not players.judge:
         players.critic = open_critic(domain, tokenizer, device, args)
     return players
@@ -498,7 +500,7 @@ def open_critic(domain, tokenizer, device, args):
     if not critic.is_visual and not tokenizer:
         raise InputError(f"--best-of with {args.critic}, a critic that reads tokens: {args.agent} needs "
                          "--agent-tokenizer MODEL")
-    common.load_critic(critic, common.load_whole(device, args.dtype))
+    common.load_critic(critic, load_whole(device, args.dtype))
     if critic.is_visual:
         critic.sight = data.sight_of(critic.scorer.processor, domain, vars(args))
     return critic

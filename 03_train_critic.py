@@ -39,9 +39,10 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags, training
+from lib.load import load_tokenizer, lora_config, reads_images, sharding_of, weights_fingerprint
 from lib.memory import dry_run
-from lib.models import load_tokenizer, lora_config, reads_images, sharding_of, weights_fingerprint
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json
+from lib.scorer import check_positions, items_of, load_scorer, padded_outputs, reference_logps
 from lib.vision import critic_processor, Sight
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,20 +128,20 @@ def open_reader(domain, args):
 
 def train(scorer, examples, ref_logps, returns, args, run):
     """Train the scorer's model on the examples, from the last saved state.
-    ref_logps: what common.reference_logps gives for each example.
+    ref_logps: what reference_logps gives for each example.
     returns: with --head value, the return of each example's trajectory, at least 0."""
     loop = training.Loop(scorer, examples, args.batch_size, args, run, has_dropout=args.head == "value")
     for step, batch_numbers in loop.steps():
         num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
-            batch = scorer.collate(common.items_of(micro_examples), run.device)
+            batch = scorer.collate(items_of(micro_examples), run.device)
             logps = scorer(batch)                # (B, M) of turns, or the head's output; of P pairs B = 2P trajectories
             if args.head == "value":
                 labels = torch.tensor([returns[i] for i in micro], device=run.device)              # (B,)
                 values = value_losses(logps, labels, batch.lengths)                                # (B,) each
             else:
-                start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)     # (B, M)
+                start_logps = padded_outputs([ref_logps[i] for i in micro], run.device)            # (B, M)
                 advantages = common.action_advantages(logps, start_logps, batch.lengths, args.normalize)   # eq. 3
                 losses, numbers = bradley_terry_losses(advantages, logps, batch.lengths, args.beta, args.nll_coef)
                 values = {"loss": losses, **training.preference_numbers(**numbers, dtype=args.dtype)}      # (P,) each
@@ -189,7 +190,7 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     if args.dry_run:
-        return dry_run(args, args.batch_size, 1 if args.head == "value" else 2, common.token_logps)
+        return dry_run(args, args.batch_size, 1 if args.head == "value" else 2)
     run = start(args.seed)
     trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
@@ -209,11 +210,11 @@ def main(argv=None):
 
     # The reference is this model before its first update: what it says is computed here, once, with the Scorer that is
     # trained below
-    scorer = common.load_scorer(args.model, run, sharding_of(args), lora, has_head=args.head != "lm")
-    common.check_positions(common.items_of(examples), scorer.model)
+    scorer = load_scorer(args.model, run, sharding_of(args), lora, has_head=args.head != "lm")
+    check_positions(items_of(examples), scorer.model)
     tokenizer = scorer.processor or reader
     training.show_samples(tokenizer, examples[0])
-    ref_logps = common.reference_logps(args.out, scorer, ref_examples, args.max_tokens)
+    ref_logps = reference_logps(args.out, scorer, ref_examples, args.max_tokens)
     returns = [max(0.0, float(domain.eval_score(trajectories[number]))) for number, *_ in groups]
     train(scorer, examples[:num_trained], ref_logps, returns, args, run)            # those after are held out
 

@@ -43,8 +43,8 @@ import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import data, flags, training
+from lib.load import fresh_model, load_tokenizer, lora_config, max_positions, reads_images, shard, sharding_of
 from lib.memory import dry_run
-from lib.models import encode, fresh_model, load_tokenizer, lora_config, max_positions, reads_images, shard, sharding_of
 from lib.runtime import (
     add_costs,
     begin_output,
@@ -59,8 +59,18 @@ from lib.runtime import (
     write_jsonl,
 )
 from lib.sampling import add_rows, finish_rows, open_sampler
+from lib.scorer import (
+    batch_pairs,
+    check_positions,
+    items_of,
+    load_scorer,
+    padded_outputs,
+    reference_logps,
+    Scorer,
+)
 from lib.servers import is_server, visible_text
 from lib.statistics import agent_places
+from lib.tokens import agent_turns, encode, note_prompt, say_kinds
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -82,7 +92,7 @@ def preference_losses(scorer, batch, examples, start_logps, args):
     """Eq. 4 of a micro-batch, and what the log shows: {"loss" and others: (examples,), sums over the pairs of each},
     which train() divides by the pairs of the step.
     start_logps: of each action under the model at the start, (B, M)."""
-    items, actions = common.batch_pairs(examples).unbind(-1)         # of chosen and rejected, (P, 2) each
+    items, actions = batch_pairs(examples).unbind(-1)                # of chosen and rejected, (P, 2) each
     logps = scorer(batch)[items, actions]                                                   # (P, 2)
     ref_logps = start_logps[items, actions]                                                 # (P, 2)
     lengths = batch.lengths[items, actions]                                                 # (P, 2)
@@ -115,7 +125,7 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
 def read_states(trajectories, tokenizer, args, critic_sees_c):
     """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
     "history", "max_rounds"} each. "prompt" is o_t, without c, as it was logged where the file allows
-    (common.agent_turns).
+    (agent_turns).
     critic_sees_c: prompts that are too long with c in front are left out as well."""
     order = list(range(len(trajectories)))
     random.Random(args.seed).shuffle(order)
@@ -123,10 +133,10 @@ def read_states(trajectories, tokenizer, args, critic_sees_c):
     chosen = [trajectories[i] for i in sorted(order[:num_chosen])]
     states, kinds = [], collections.Counter()
     for trajectory in chosen:
-        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
+        states += states_of(trajectory, agent_turns(tokenizer, trajectory, kinds))
     say(f"{len(states):,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
         f"{len(trajectories):,})")
-    common.say_kinds("their prompts", kinds)
+    say_kinds("their prompts", kinds)
     max_prompt_tokens = max_positions(args.model) - args.max_new_tokens
     fitting = []
     for state in states:                                             # the critic's prompt must fit, too
@@ -145,7 +155,7 @@ def read_states(trajectories, tokenizer, args, critic_sees_c):
 
 
 def states_of(trajectory, turns):
-    """The states of a trajectory, one for each agent turn. turns: its common.agent_turns."""
+    """The states of a trajectory, one for each agent turn. turns: its agent_turns."""
     history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
     dialogue = {key: trajectory[key] for key in NAME if key in trajectory}
     states = []
@@ -225,7 +235,7 @@ def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
         return read_rows(path)
     gc.collect()                                                     # frees the model that has sampled them
     torch.cuda.empty_cache()                                         # NCCL takes memory that torch does not hold
-    common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
+    common.load_critic(critic, functools.partial(load_scorer, run=run, sharding=sharding_of(args)))
     if critic.is_visual:
         critic.sight = data.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))
     scored = Rows(path, run)
@@ -434,17 +444,17 @@ METHODS = {
 
 def train(scorer, examples, ref_logps, losses_of, args, run):
     """Train the scorer's model on the examples, from the last saved state.
-    ref_logps: what common.reference_logps gives for each example; None where turns are imitated.
+    ref_logps: what reference_logps gives for each example; None where turns are imitated.
     losses_of: as of Method."""
     loop = training.Loop(scorer, examples, examples_a_step(args), args, run, has_dropout=ref_logps is None)
     for step, batch_numbers in loop.steps():
         num_terms = sum(num_loss_terms(examples[i]) for i in batch_numbers)     # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
-            batch = scorer.collate(common.items_of(micro_examples), run.device)
+            batch = scorer.collate(items_of(micro_examples), run.device)
             start_logps = None
             if ref_logps is not None:
-                start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)      # (B, M)
+                start_logps = padded_outputs([ref_logps[i] for i in micro], run.device)             # (B, M)
             values = losses_of(scorer, batch, micro_examples, start_logps, args)                    # (examples,) each
             loop.backward(values, weights / num_terms)
         loop.update(step)
@@ -514,10 +524,10 @@ def open_model(args, trajectories, run):
     if args.model == "tiny" and args.method == "sft" and not lora:
         texts = [common.vocabulary_text(trajectory) for trajectory in trajectories]
         model, tokenizer = fresh_model(texts)
-        return tokenizer, functools.partial(shard, common.Scorer(model.to(run.device)), run, sharding)
+        return tokenizer, functools.partial(shard, Scorer(model.to(run.device)), run, sharding)
     if reads_images(args.model):
         raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    return load_tokenizer(args.model), functools.partial(common.load_scorer, args.model, run, sharding, lora)
+    return load_tokenizer(args.model), functools.partial(load_scorer, args.model, run, sharding, lora)
 
 
 def main(argv=None, parse_args=parse_args, methods=METHODS):
@@ -529,7 +539,7 @@ def main(argv=None, parse_args=parse_args, methods=METHODS):
     if args.dry_run and methods is not METHODS:
         raise InputError("--dry-run goes with 04_train_policy.py")
     if args.dry_run:
-        return dry_run(args, examples_a_step(args), method.num_items, common.token_logps, args.method == "sweet")
+        return dry_run(args, examples_a_step(args), method.num_items, args.method == "sweet")
     run = start(args.seed)
     trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     if is_done(vars(args), args.out, inputs_of(args), folder=True):
@@ -541,12 +551,12 @@ def main(argv=None, parse_args=parse_args, methods=METHODS):
     # The reference is this model before its first update: what it says is computed here, once, with the Scorer that is
     # trained below
     scorer = load()
-    common.check_positions(common.items_of(examples), scorer.model)
+    check_positions(items_of(examples), scorer.model)
     ref_logps = None
     if method.has_reference:
-        ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens)
+        ref_logps = reference_logps(args.out, scorer, examples, args.max_tokens)
     train(scorer, examples, ref_logps, method.losses_of, args, run)
-    common.note_prompt(args.out, trajectories)
+    note_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
 
 

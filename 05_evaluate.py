@@ -41,12 +41,14 @@ from colbench import ColBenchError, domain_of
 from colbench.defaults import nothing
 from colbench.schema import list_of
 from lib import data, flags, runtime, statistics
-from lib.models import load_tokenizer
+from lib.load import load_tokenizer
 from lib.report.export import export
 from lib.report.page import about_lines, page_data, write_report
 from lib.report.plots import report_plots
 from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
 from lib.runtime import begin_output, InputError, is_done, read_jsonl, run_stage, say, start, write_json, write_jsonl
+from lib.scorer import load_whole
+from lib.tokens import shown_system
 
 MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get advantages
 
@@ -256,7 +258,7 @@ def add_turn_advantages(metrics, files, critic, device):
     trajectories = list(itertools.chain(*files.values()))
     of_turns = [trajectory.get("advantages") for trajectory in trajectories]
     if critic:
-        loaded_critic = common.load_critic(critic, common.load_whole(device))
+        loaded_critic = common.load_critic(critic, load_whole(device))
         tokenizer = load_tokenizer(critic.folder)
         of_turns = common.score_turns(loaded_critic, tokenizer, trajectories, MAX_TOKENS)
     for trajectory, advantages in zip(trajectories, of_turns):
@@ -357,7 +359,7 @@ def main(argv=None):
 
     # the page
     if args.export:
-        export(out / "export", files, common.shown_system)
+        export(out / "export", files, shown_system)
     page = page_data(files, domain, forms, states)
     plots = report_plots(metric, curves_of(metrics), histories)
     rollouts = {name: runtime.read_args(runs[0])["args"] for name, runs in paths.items()}

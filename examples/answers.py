@@ -23,9 +23,10 @@ import torch
 import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags, training
-from lib.models import decode, encode
 from lib.runtime import InputError, run_stage, say
+from lib.scorer import Row
 from lib.statistics import agent_places
+from lib.tokens import agent_turns, decode, encode
 
 policy = importlib.import_module("04_train_policy")
 
@@ -58,13 +59,13 @@ def read_right_answers(trajectories, tokenizer, args):
     successful = [t for t in trajectories if domain_of(t["task"]).eval_score(t) == 1]
     items = []
     for trajectory in successful:
-        prompt, action = common.agent_turns(tokenizer, trajectory)[-1]
+        prompt, action = agent_turns(tokenizer, trajectory)[-1]
         first = first_answer_token(tokenizer, action, trajectory["answer"].strip())
         if first is None:
             continue
         read = encode(tokenizer, prompt) + action[:first]
         stated = action[first:]
-        item = [common.Row(read + stated, [-1] * len(read) + [0] * len(stated))]
+        item = [Row(read + stated, [-1] * len(read) + [0] * len(stated))]
         if training.item_length(item) <= args.max_length:
             items.append(item)
     if not items:

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError
 from lib import flags, training
-from lib.models import load_model, max_positions, projection_of
+from lib.load import load_model, max_positions, projection_of
 from lib.runtime import run_stage
+from lib.scorer import action_sums, hidden_states, in_chunks
 
 policy = importlib.import_module("04_train_policy")
 
@@ -37,7 +38,7 @@ def token_kls(projection, hidden, teacher_projection, teacher_hidden, direction)
         if direction == "forward":
             return (teacher_logps.exp() * (teacher_logps - logps)).sum(-1)
         return (logps.exp() * (logps - teacher_logps)).sum(-1)
-    return common.in_chunks(kls_of, projection, hidden, teacher_hidden)
+    return in_chunks(kls_of, projection, hidden, teacher_hidden)
 
 
 def distill_losses(scorer, batch, examples, start_logps, args):
@@ -45,12 +46,12 @@ def distill_losses(scorer, batch, examples, start_logps, args):
     teacher = load_teacher(args.model, batch.ids.device, args.dtype)
     informed = [item for example in examples for item in example.informed]
     teacher_batch = scorer.collate(informed, batch.ids.device)
-    teacher_hidden = before_actions(common.hidden_states(teacher, teacher_batch), teacher_batch)              # (N, H)
+    teacher_hidden = before_actions(hidden_states(teacher, teacher_batch), teacher_batch)                     # (N, H)
 
     def kls_of(projection, hidden, batch):
         kls = token_kls(projection, before_actions(hidden, batch), projection_of(teacher), teacher_hidden,
                         args.divergence)                                                                      # (N,)
-        return common.action_sums(batch, kls)
+        return action_sums(batch, kls)
     return {"loss": scorer(batch, kls_of).sum(1)}
 
 

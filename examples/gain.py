@@ -25,8 +25,9 @@ import random
 import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags
-from lib.models import continuation, end_of_turn
 from lib.runtime import InputError, run_stage
+from lib.scorer import action_outputs
+from lib.tokens import continuation, end_of_turn, prompt_text, shown_system, template_args
 
 policy = importlib.import_module("04_train_policy")
 
@@ -56,7 +57,7 @@ def gains(environment, rows, scorer, tokenizer, max_tokens):
             if prompt is not None:
                 after[number, text] = solution_item(tokenizer, prompt, row["task"])
     items = [*before, *after.values()]
-    logps = common.action_outputs(scorer, items, max_tokens)                                             # (1,) each
+    logps = action_outputs(scorer, items, max_tokens)                                                    # (1,) each
     gain_of = {}
     for (number, text), logp in zip(after, logps[len(before):]):
         gain = logp.item() - logps[number].item()
@@ -71,7 +72,7 @@ def prompt_after(row, text, tokenizer, environment):
     if domain_of(row["task"]).answer_of(history, is_last) is not None:
         return None
     history.append(reply_to(row["task"], history, environment))
-    return common.prompt_text(tokenizer, row, history)
+    return prompt_text(tokenizer, row, history)
 
 
 def solution_item(tokenizer, prompt, task):
@@ -111,13 +112,13 @@ def gain_examples(trajectories, tokenizer, args, run):
 
 
 def with_agents(rows, trajectories):
-    """The rows with what the agent's prompt after a reply is made with (common.prompt_text)."""
+    """The rows with what the agent's prompt after a reply is made with (prompt_text)."""
     by_name = {policy.name_of(trajectory): trajectory for trajectory in trajectories}
     prepared = []
     for row in rows:
         trajectory = by_name[policy.name_of(row)[:-1]]               # without the turn
-        system = common.shown_system(trajectory)
-        arguments = common.template_args(trajectory)
+        system = shown_system(trajectory)
+        arguments = template_args(trajectory)
         prepared.append({**row, "system_prompt": system, "chat_template_args": arguments})
     return prepared
 

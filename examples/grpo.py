@@ -34,8 +34,9 @@ import torch
 import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags, training
-from lib.models import sharding_of
+from lib.load import sharding_of
 from lib.runtime import InputError, read_rows, run_stage, say, write_jsonl
+from lib.scorer import load_scorer, num_actions, padded_outputs
 
 policy = importlib.import_module("04_train_policy")
 
@@ -159,7 +160,7 @@ def score_trajectories(trajectories, critic, tokenizer, args, run):
     path = pathlib.Path(args.out) / "advantages.jsonl"
     if path.exists():                                                # of a run that was interrupted later
         return [row["advantages"] or [] for row in read_rows(path)]
-    common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
+    common.load_critic(critic, functools.partial(load_scorer, run=run, sharding=sharding_of(args)))
     turn_scores = common.score_turns(critic, tokenizer, trajectories, args.max_tokens)
     if run.rank == 0:
         rows = []
@@ -178,7 +179,7 @@ def token_examples(examples, advantages):
             continue
         [item] = example.items
         if len(numbers) == 1:                                        # of all turns
-            numbers = numbers * common.num_actions(item)
+            numbers = numbers * num_actions(item)
         turns = [number for row in item for number in row.turn_ids if number >= 0]
         tokens = torch.tensor([numbers[turn] for turn in turns])                                  # (tokens,)
         ready.append(GroupExample([token_item(item)], [], example.task_id, tokens))
@@ -199,7 +200,7 @@ def token_item(item):
 
 def grpo_losses(scorer, batch, examples, start_logps, args):
     """clipped_losses of a micro-batch, as 04's preference_losses."""
-    advantages = common.padded_outputs([[example.advantages] for example in examples], start_logps.device)      # (B, M)
+    advantages = padded_outputs([[example.advantages] for example in examples], start_logps.device)             # (B, M)
     log_ratios = scorer(batch) - start_logps                         # (B, M): of each token
     losses, numbers = clipped_losses(log_ratios, advantages, batch.lengths, args.clip, args.kl_coef)
     return {"loss": losses, **numbers}

@@ -3,8 +3,6 @@ import asyncio
 import collections
 import dataclasses
 import functools
-import gc
-import math
 import os
 
 import torch
@@ -12,15 +10,8 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel, SDPBackend
 from torch.nn.utils.rnn import pad_sequence
 
-from lib.models import (
-    decoder_mask,
-    has_fast_bfloat16,
-    most_positions,
-    projection_of,
-    sliding_window,
-    takes_masks,
-    width_padding,
-)
+from lib.fast import few_sizes, Graph, has_fast_bfloat16, width_padding
+from lib.load import decoder_mask, most_positions, projection_of, sliding_window, takes_masks
 from lib.runtime import InputError, say
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
@@ -39,13 +30,6 @@ def next_tokens(logits, uniforms, temperatures):
     tokens = torch.searchsorted(cdf, places, right=True).squeeze(1)                                   # (n,)
     tokens = tokens.clamp(max=logits.shape[1] - 1)
     return torch.where(is_greedy, logits.argmax(-1), tokens)
-
-
-def few_sizes(number):
-    """The next of a few sizes, all multiples of 64: at most 63 or a quarter above `number`, whichever is more."""
-    eighth = 2 ** (number - 1).bit_length() // 8
-    step = max(64, eighth)
-    return math.ceil(number / step) * step
 
 
 @dataclasses.dataclass(eq=False)
@@ -359,28 +343,3 @@ def step_input(slot):
 def last_token(slot):
     """The last token of a slot's prompt and output, which the cache lacks."""
     return (slot.output or slot.request.prompt)[-1]
-
-
-class Graph:
-    """The kernels of work(), which reads and writes the same memory each time, as a CUDA graph.
-    others: Graphs whose memory for what lives during a pass it may use, too."""
-
-    def __init__(self, work, others):
-        stream = torch.cuda.current_stream()
-        self.graph = torch.cuda.CUDAGraph()
-        pool = others[0].graph.pool() if others else None
-        gc.disable()                                            # to free another engine's graphs would end the capture
-        try:
-            # thread_local: other threads (that of CLIP, say) may take memory meanwhile
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                self.result = work()
-        except RuntimeError:
-            torch.cuda.set_stream(stream)
-            raise
-        finally:
-            gc.enable()
-
-    def replay(self):
-        """What work() returns, until the next replay."""
-        self.graph.replay()
-        return self.result

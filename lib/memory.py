@@ -8,8 +8,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lib import models
+from lib.fast import has_fast_bfloat16, MAX_GROUPED
+from lib.load import (
+    add_adapter,
+    checkpoint_layers,
+    layers_of,
+    lora_config,
+    meta_model,
+    most_positions,
+    projection_of,
+    read_config,
+    reads_images,
+    sharding_of,
+)
 from lib.runtime import InputError, one_line, say
+from lib.scorer import token_logps
 
 USABLE_OF_80_GB = 76e9
 
@@ -48,8 +61,8 @@ def fused_attention(module, query, key, value, mask, **options):
     """Attention that keeps what fused kernels keep: q, k, v, the output and a float32 a row and head. (On the meta
     device scaled_dot_product_attention takes its plain path, with (T, T) matrices.)
     options["has_mask"]: it would get one, for which the keys and values of grouped queries are repeated, but not by
-    models.grouped_attention."""
-    if options["has_mask"] and not (models.has_fast_bfloat16(query) and query.shape[3] <= models.MAX_GROUPED):
+    grouped_attention."""
+    if options["has_mask"] and not (has_fast_bfloat16(query) and query.shape[3] <= MAX_GROUPED):
         key = key.repeat_interleave(module.num_key_value_groups, 1)
         value = value.repeat_interleave(module.num_key_value_groups, 1)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -59,7 +72,7 @@ def fused_attention(module, query, key, value, mask, **options):
 
 # A training step whose memory is asked for.
 # world_size            ranks
-# sharding              how the model is split over them, and computes (models.Sharding)
+# sharding              how the model is split over them, and computes (Sharding)
 # num_rows, row_tokens  rows of a rank's micro-batch, and tokens of each, half of which are taken to be actions'
 # accumulates           the step has several micro-batches, whose gradients add up
 # tree                  the rows have masks of their own
@@ -76,7 +89,7 @@ def bytes_in_flight(model, step):
     """Bytes that FSDP2 holds beside the shards: all whole parameters that are in no layer; those of a layer, with the
     flat buffer that they come from (one rank: those of all layers); a layer's whole gradients in float32, before they
     are reduced."""
-    layers = models.layers_of(model)
+    layers = layers_of(model)
     sizes = []
     for module in (*layers, model):
         sizes.append(sum(parameter.nbytes for parameter in module.parameters()))
@@ -93,15 +106,15 @@ def planned_model(config, step):
     AttentionInterface.register("fused_attention", functools.partial(fused_attention, has_mask=step.tree))
     dtype = getattr(torch, step.sharding.dtype)
     with torch.device("meta"):
-        model = models.meta_model(config, dtype, attn_implementation="fused_attention").train()
+        model = meta_model(config, dtype, attn_implementation="fused_attention").train()
         if step.lora:
-            models.add_adapter(model, step.lora, dtype)
+            add_adapter(model, step.lora, dtype)
     if step.sharding.activation_checkpointing:
-        models.checkpoint_layers(model)
+        checkpoint_layers(model)
     return model
 
 
-def memory_plan(model, step, token_logps):
+def memory_plan(model, step):
     """Bytes on each rank when a training step (PlannedStep) needs most, as a dict. Takes no memory itself: the
     planned_model runs over one micro-batch, and a Ledger counts what lives.
 
@@ -110,7 +123,6 @@ def memory_plan(model, step, token_logps):
     activations                       all other tensors
     total                             the sum of these
 
-    token_logps: common.token_logps, which this file must not import.
 
     Not in it: what loading needs, buffers of NCCL and cuBLAS, fragmentation, on one rank an adapter's copy in the
     arithmetic's type. AdamW is fused, so it copies nothing."""
@@ -131,7 +143,7 @@ def memory_plan(model, step, token_logps):
 
     uses_fsdp = step.sharding.uses_fsdp(step.world_size, step.lora is not None)
     # with FSDP2 the gradients of what is in no layer stay whole until the end of the backward pass
-    for module in models.layers_of(model) if uses_fsdp else [model]:
+    for module in layers_of(model) if uses_fsdp else [model]:
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(reduce_gradient)
@@ -140,7 +152,7 @@ def memory_plan(model, step, token_logps):
         places = torch.zeros(ids.numel() // 2, dtype=torch.long)
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         states, tokens = hidden[places, places], ids[places, places]
-        token_logps(models.projection_of(model), states, tokens).sum().backward()
+        token_logps(projection_of(model), states, tokens).sum().backward()
     activations, gradients = ledger.peak
     plan = {
         "parameters": trained + frozen / step.world_size,
@@ -153,23 +165,23 @@ def memory_plan(model, step, token_logps):
     return plan
 
 
-def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
+def dry_run(args, batch_size, rows_an_example, is_tree=False):
     """Print the memory plan (memory_plan) that a stage's --dry-run asks for."""
     name, num_ranks = args.model, args.dry_run
-    lora = models.lora_config(name, args.lora, args.lora_targets, args.merge)
-    if models.reads_images(name):
+    lora = lora_config(name, args.lora, args.lora_targets, args.merge)
+    if reads_images(name):
         raise InputError(f"{name}: --dry-run knows models of text alone")
-    config = models.read_config(name)
+    config = read_config(name)
     num_examples = min(args.micro_batch_size, math.ceil(batch_size / num_ranks))            # of a micro-batch
     num_rows = num_examples * rows_an_example
-    row_tokens = min(args.max_length, models.most_positions(config))
+    row_tokens = min(args.max_length, most_positions(config))
     accumulates = batch_size > num_examples * num_ranks
-    step = PlannedStep(num_ranks, models.sharding_of(args), num_rows, row_tokens, accumulates, is_tree, lora)
+    step = PlannedStep(num_ranks, sharding_of(args), num_rows, row_tokens, accumulates, is_tree, lora)
     say(f"{name} on {num_ranks} ranks, {args.dtype}; at the peak of a step, on each rank a micro-batch of {num_rows} "
         f"rows of {row_tokens:,} tokens (--max-length, or the model's most):")
     try:
         model = planned_model(config, step)
-        plan = memory_plan(model, step, token_logps)
+        plan = memory_plan(model, step)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{name}: no plan of the memory of a {config.model_type}: {one_line(error)}") from None
     for part, number in plan.items():

@@ -9,10 +9,11 @@ import pathlib
 from tqdm import tqdm
 
 from lib.engine import Engine
-from lib.models import decode, encode, load_model, plain_chat, render_chat, stop_ids
+from lib.load import load_model
 from lib.runtime import barrier, gather, InputError
 from lib.seeds import server_seed, uniforms
-from lib.servers import is_server, NoRoom, Reply, ReplyError, Server, strip_thoughts
+from lib.servers import is_server, NoRoom, Reply, ReplyError, Server
+from lib.tokens import decode, encode, plain_chat, render_chat, stop_ids, strip_thoughts
 from lib.vision import vision_reply
 
 

@@ -5,8 +5,8 @@ import os
 import re
 from typing import NamedTuple
 
-from lib.models import THOUGHTS
 from lib.runtime import InputError, one_line, optional, say
+from lib.tokens import strip_thoughts
 
 TIMEOUT_S = 600                 # of a request
 RETRIES = 8                     # of a request that is lost, late or refused for a while, after growing pauses
@@ -37,41 +37,6 @@ class ReplyError(Exception):
 
 class NoRoom(ReplyError):
     """A prompt is so long that the model has no room for the reply."""
-
-
-def strip_thoughts(text, prompt=None):
-    """What the other side sees of what a model said after a prompt: all but the thoughts (THOUGHTS) that open its turn,
-    of which the last may have no end. The prompt may have opened the first. Marks that stand later are text, an
-    answer's string, say.
-    "<think>a</think> b" -> "b", "a<think>b</think>" stays; after the prompt "?<think>": "a</think>b" -> "b".
-
-    prompt: None where it is not known (a server's): it has then opened a thought whose end alone is there."""
-    text = text.strip()
-    for begin, end in THOUGHTS:
-        if prompt is None:
-            is_opened = has_lone_end(text, begin, end)
-        else:
-            is_opened = prompt.rstrip().endswith(begin)
-        if is_opened:
-            text = begin + text
-    while marks := [marks for marks in THOUGHTS if text.startswith(marks[0])]:
-        [(_, end)] = marks
-        _, _, text = text.partition(end)
-        text = text.strip()
-    return text
-
-
-def has_lone_end(text, begin, end):
-    """Whether a text has a mark for the end of thoughts, but none before it for their beginning. One beside a quotation
-    mark, between words or in a string of several lines only mentions it."""
-    mark, quote = re.escape(end), "[\"'`]"
-    behind_words = rf"(?:^[ \t]*|(?<!\s)(?<!{quote})){mark}(?!{quote})"
-    ends_line = rf"(?<!{quote}){mark}[ \t]*$"
-    lone_end = re.search(f"{behind_words}|{ends_line}", text, re.MULTILINE)
-    if lone_end is None:
-        return False
-    before = text[:lone_end.start()]
-    return begin not in before and before.count('"""') % 2 == 0
 
 
 def visible_text(domain, text, prompt=None):

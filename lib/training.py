@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lib import runtime
-from lib.models import save_model, whole_tensor
+from lib.load import save_model, whole_tensor
 from lib.runtime import add_costs, barrier, InputError, is_main, open_track, say
+from lib.scorer import item_length
 
 
 def fitting_numbers(examples, max_length, path):
@@ -26,11 +27,6 @@ def fitting_numbers(examples, max_length, path):
     if num_long:
         say(f"dropped {num_long:,} of {len(examples):,} examples: longer than --max-length {max_length}")
     return numbers
-
-
-def item_length(item):
-    """The number of tokens of the longest row of an item."""
-    return max(len(row.ids) for row in item)
 
 
 def longest_row(example):
@@ -73,7 +69,6 @@ FINAL_LR_FRAC = 0.1                         # of the peak learning rate, where t
 ADAM_BETAS = 0.9, 0.95
 WEIGHT_DECAY = 0.0
 MAX_GRAD_NORM = 1.0
-
 PRINT_EVERY = 10                                                    # steps
 
 

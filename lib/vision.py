@@ -7,11 +7,11 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from lib import models
-from lib.models import decode, encode, from_pretrained, read_config, render_chat
+from lib.load import from_pretrained, load_files, load_tokenizer, loading, read_config
 from lib.runtime import InputError, say
 from lib.servers import Reply
 from lib.statistics import agent_places
+from lib.tokens import decode, encode, plain_chat, render_chat, stop_ids
 
 MAX_PIXELS = 1280 * 28 * 28
 BLACK = 56, 56                                  # width and height of what stands for an image that is not there
@@ -26,10 +26,10 @@ def load_processor(name):
     import transformers
     if not read_config(name).model_type.startswith("qwen"):
         return from_pretrained(transformers.AutoProcessor, name)
-    with models.loading(name):
+    with loading(name):
         kind = type("Qwen2VLProcessor", (transformers.Qwen2VLProcessor,),
                     {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
-        tokenizer = models.load_tokenizer(name)
+        tokenizer = load_tokenizer(name)
         images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name)
         images.size["longest_edge"] = min(images.size["longest_edge"], MAX_PIXELS)
         return kind(images, tokenizer, chat_template=tokenizer.chat_template)
@@ -40,7 +40,7 @@ def load_vision(name, device, dtype="float32"):
     import transformers
     if type(read_config(name)) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise InputError(f"{name}: sees no images; name a vision-language model (Qwen2-VL, say)")
-    model = models.load_files(transformers.AutoModelForImageTextToText, name, getattr(torch, dtype))
+    model = load_files(transformers.AutoModelForImageTextToText, name, getattr(torch, dtype))
     return model.to(device).eval(), load_processor(name)
 
 
@@ -68,10 +68,10 @@ def vision_reply(model, processor, messages, max_new_tokens):
     """The likeliest Reply of a vision-language model (load_vision) to messages whose contents are lists of
     {"type": "text", "text"} and {"type": "image", "path" or "image"}."""
     from transformers import GenerationConfig
-    messages = models.plain_chat(processor.tokenizer, messages)
+    messages = plain_chat(processor.tokenizer, messages)
     inputs = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True,
                                            return_tensors="pt").to(model.device, model.dtype)
-    stops, length = models.stop_ids(model, processor.tokenizer), inputs["input_ids"].shape[1]
+    stops, length = stop_ids(model, processor.tokenizer), inputs["input_ids"].shape[1]
     # every field that a model's own generation_config may set
     config = GenerationConfig(do_sample=False, temperature=None, top_k=None, top_p=None, num_beams=1,
                               repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
@@ -164,7 +164,7 @@ def read_images(processor, paths):
 
 
 def hidden_states(model, processor, batch):
-    """The last hidden state of each token, (R, T, H), of a batch (common.collate) whose rows show images. The model
+    """The last hidden state of each token, (R, T, H), of a batch (collate) whose rows show images. The model
     gives their tokens positions in rows and columns."""
     pixels = read_images(processor, batch.images)
     tensors = {name: values.to(batch.ids.device) for name, values in pixels.items()}

@@ -19,8 +19,10 @@ import common  # noqa: E402  the repository's modules, wherever this is started
 from colbench import ColBenchError, domain_of, task_id  # noqa: E402
 from lib import data, statistics  # noqa: E402
 from lib.flags import add_reference, argument_parser, text_flag  # noqa: E402
-from lib.models import encode, end_of_turn, load_model, load_tokenizer, tokenizer_name  # noqa: E402
+from lib.load import load_model, load_tokenizer  # noqa: E402
 from lib.runtime import InputError, run_stage, say, start, write_json  # noqa: E402
+from lib.scorer import action_outputs, load_whole, Scorer
+from lib.tokens import encode, end_of_turn, prompt_text, tokenizer_name  # noqa: E402
 
 MAX_TOKENS = 16384               # of a batch, and of a dialogue
 MAX_DIALOGUES = 200              # whose turns the gates ask about
@@ -50,14 +52,14 @@ def measure_gates(trajectories, domain, model_name, device):
         task = trajectory["task"]
         other_task = first_of_family.setdefault(task.get("family"), task)
         for kind, history, text in probes_of(trajectory, other_task, domain):
-            prompt = common.prompt_text(tokenizer, trajectory, history)
+            prompt = prompt_text(tokenizer, trajectory, history)
             turn = prompt, encode(tokenizer, text) + [end_of_turn(tokenizer)]
             kinds.append(kind)
             items.append(common.rows_of_trajectory(tokenizer, [turn]))
             items_with_c.append(common.rows_of_trajectory(tokenizer, [turn], task))
-    scorer = common.Scorer(model)
-    logps = common.action_outputs(scorer, items, MAX_TOKENS)                                 # (1,) each
-    logps_with_c = common.action_outputs(scorer, items_with_c, MAX_TOKENS)
+    scorer = Scorer(model)
+    logps = action_outputs(scorer, items, MAX_TOKENS)                                        # (1,) each
+    logps_with_c = action_outputs(scorer, items_with_c, MAX_TOKENS)
     by_kind = {}
     for kind, without_c, with_c in zip(kinds, logps, logps_with_c):
         by_kind.setdefault(kind, []).append((without_c.item(), with_c.item()))
@@ -121,7 +123,7 @@ def measure_ranks(args, trajectories, domain, device):
         raise InputError(f"{args.trajectories}: the agent's tokenizer is not the one of {args.critic}")
     points, returns = decision_points(args.trajectories, trajectories, domain)
     say(common.critic_line(critic))
-    critic = common.load_critic(critic, common.load_whole(device))
+    critic = common.load_critic(critic, load_whole(device))
     scores = common.score_actions(critic, tokenizer, points, MAX_TOKENS)
     return return_correlation(points, returns, scores)
 

@@ -26,10 +26,11 @@ import torch.nn.functional as F
 import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-import common  # noqa: E402
-from lib import memory, models, training  # noqa: E402
+from lib import memory, training  # noqa: E402
 from lib.engine import Engine  # noqa: E402
+from lib.load import add_adapter, import_peft, shard, Sharding
 from lib.runtime import peak_memory_mb, start  # noqa: E402
+from lib.scorer import collate, Row, Scorer
 
 PEAK = 989e12                                   # FLOP/s of an H100 or H200, bfloat16
 NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
@@ -48,12 +49,12 @@ def config_of(shape):
 
 
 def random_scorer(shape, device, dtype=torch.bfloat16, lora=None):
-    """A common.Scorer of random weights."""
+    """A Scorer of random weights."""
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
         if lora:
-            models.add_adapter(model, lora)
-    return common.Scorer(model)
+            add_adapter(model, lora)
+    return Scorer(model)
 
 
 def random_items(number, num_prompt, num_action, num_actions):
@@ -63,7 +64,7 @@ def random_items(number, num_prompt, num_action, num_actions):
     turn_ids = [-1] * num_prompt
     for turn in range(num_actions):
         turn_ids += [-1] * num_read + [turn] * (num_action - num_read)
-    return [[common.Row(random_ids(len(turn_ids)), turn_ids, num_prompt or None)] for _ in range(number)]
+    return [[Row(random_ids(len(turn_ids)), turn_ids, num_prompt or None)] for _ in range(number)]
 
 
 def random_ids(number):
@@ -91,14 +92,14 @@ def train(name, is_tiny, device):
     shape, rank, form, num_rows = TRAINING[kind]
     if is_tiny:
         shape, form, num_rows = "tiny", (form[0] // 20, 9, form[2]), 2
-    lora = models.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None
-    sharding = models.Sharding("bfloat16", compile=bool(compiled))
+    lora = import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None
+    sharding = Sharding("bfloat16", compile=bool(compiled))
     scorer = random_scorer(shape, device, torch.bfloat16 if lora else torch.float32, lora).train()
-    models.shard(scorer, start(0), sharding)
+    shard(scorer, start(0), sharding)
     optimizer, items = training.adamw(scorer, 1e-6), random_items(num_rows, *form)
 
     def step(items=items):
-        values = scorer(common.collate(items, device))              # (B, M)
+        values = scorer(collate(items, device))                     # (B, M)
         (-F.logsigmoid(.1 * values).mean()).backward()              # the losses of 03 and 04 cost no more
         torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
         optimizer.step()
@@ -111,7 +112,7 @@ def train(name, is_tiny, device):
     row_tokens = len(items[0][0].ids)
     num_flop = (4 if rank else 6) * num_parameters(scorer.model) * num_rows * row_tokens
     planned = memory.PlannedStep(1, sharding, num_rows, row_tokens, False, form[0] > 0, lora)
-    plan = memory.memory_plan(memory.planned_model(config_of(shape), planned), planned, common.token_logps)
+    plan = memory.memory_plan(memory.planned_model(config_of(shape), planned), planned)
     yield {"model": shape, "first_s": first_s, "tokens_per_s": num_rows * row_tokens / seconds, "ms": 1000 * seconds,
            "mfu": num_flop / seconds / PEAK, "peak_gb": peak_memory_mb() * 2 ** 20 / 1e9,
            "plan_gb": plan["total"] / 1e9}

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import read
-from lib.models import encode
+from lib.tokens import encode
 
 
 def weights(folder):

@@ -300,7 +300,7 @@ def value_critic(workspace, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny():
-    from lib.models import load_model
+    from lib.load import load_model
     model, tokenizer = load_model(str(BASE), "cpu")
     return model.eval(), tokenizer
 

@@ -28,8 +28,9 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from colbench import backend  # noqa: E402
 from lib.engine import Engine  # noqa: E402
-from lib.models import encode, load_model, stop_ids  # noqa: E402
+from lib.load import load_model  # noqa: E402
 from lib.seeds import uniforms  # noqa: E402
+from lib.tokens import encode, stop_ids  # noqa: E402
 
 
 def asker(messages):

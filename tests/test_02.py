@@ -11,16 +11,16 @@ import time
 
 import pytest
 
-import common
 from colbench import backend
 from colbench.defaults import nothing
 from colbench.dialogue import UNCLEAR
 from conftest import BASE, begin, call, killed, Partial, read, refused, stage, succeed, turns, write
 from lib.data import read_trajectories
 from lib.engine import Engine
-from lib.models import load_tokenizer, stop_ids
+from lib.load import load_tokenizer
 from lib.sampling import Sampler
 from lib.servers import Reply, ReplyError
+from lib.tokens import agent_turns, prompt_text, stop_ids
 
 rollout = stage(2)
 
@@ -41,7 +41,7 @@ def test_trajectories_follow_the_protocol(workspace, tiny):
         assert row["answer"] == (after if after.strip() else agent[-1]["content"])
         assert row["reward"] == sum(row["tests"]) / 10
         for index, turn in enumerate(agent):
-            prompt = common.prompt_text(tiny[1], row, history[:2 * index + 1])
+            prompt = prompt_text(tiny[1], row, history[:2 * index + 1])
             assert turn["input"] == prompt and turn["content"] == turn["output"].strip()
             assert tiny[1].decode(turn["output_ids"], skip_special_tokens=True) == turn["output"]
             assert not any(line.strip() in prompt.split(backend.MARKER)[0] for line in secret)
@@ -218,7 +218,7 @@ def test_a_system_prompt_of_a_file_replaces_ours(workspace, tmp_path):
         for prompt in prompts[1::2]:
             assert prompt.startswith("<|system|>Ask {x} {max_rounds}.<|end|><|user|>") and "(last round)" not in prompt
         plain = {**row, "tokenizer": None, "dialogue_history": turns(*contents)}
-        assert tuple(prompt for prompt, _ in common.agent_turns(tokenizer, plain)) == prompts[1::2]
+        assert tuple(prompt for prompt, _ in agent_turns(tokenizer, plain)) == prompts[1::2]
     assert call(2, *words, tmp_path / "b").count(said) == 1
     assert all("system_prompt" not in row and "2 rounds" in row["dialogue_history"][1]["input"]
                for row in read(tmp_path / "b"))

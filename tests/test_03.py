@@ -14,10 +14,12 @@ import common
 from colbench import backend, frontend
 from compare import assert_same_steps, greatest_difference, token_logps_after
 from conftest import BASE, call, critic_note, FUNCTION, read, refused, stage, succeed, write
-from lib import models, training
+from lib import tokens, training
 from lib.data import read_trajectories
-from lib.models import load_model
+from lib.load import load_model
 from lib.runtime import InputError
+from lib.scorer import collate, load_whole, Row, Scorer
+from lib.tokens import agent_turns, render_chat
 
 critic_stage = stage(3)
 REQUIRED = ["--trajectories", "t", "--model", "m", "--out", "o"]
@@ -37,7 +39,7 @@ def test_action_advantages_by_hand():
     assert common.action_advantages(logps, ref_logps, lengths, "turn").tolist() == [[0.5, -3.0, 0.0]]
     assert common.action_advantages(logps, ref_logps, lengths, "trajectory").sum().item() == pytest.approx(-0.2)
     assert common.action_advantages(logps, ref_logps, lengths, "none").sum().item() == -1.0
-    item = [common.Row([5, 6, 6, 6, 6, 7], [-1, 0, 0, 0, 0, 1])]
+    item = [Row([5, 6, 6, 6, 6, 7], [-1, 0, 0, 0, 0, 1])]
     for normalize, expected in (("turn", [0.5, -3]), ("trajectory", [0.4, -0.6]), ("none", [2, -3])):
         [found] = common.item_advantages([item], logps[:, :2], ref_logps[:, :2], normalize)
         assert found.tolist() == pytest.approx(expected)
@@ -101,7 +103,7 @@ def test_it_begins_at_log_2_and_its_folder_is_a_model_with_a_description(critic)
 
 def test_an_untrained_critic_scores_every_candidate_0(workspace, tiny):
     model, tokenizer = tiny
-    scorer = common.Scorer(model)
+    scorer = Scorer(model)
     same = common.Critic("x", "x", scorer=scorer, ref_scorer=scorer)
     point = point_of(read(workspace / "offline.jsonl")[0], [7, 8])
     assert common.score_actions(same, tokenizer, [point], 4096) == [[0.0, 0.0]]
@@ -125,7 +127,7 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
     assert sum(s["loss"] for s in steps[-3:]) / 3 < 0.67
     assert json.loads((out / "args.json").read_text())["args"]["normalize"] == "none"
     # 04 and 02 are not told its kind
-    critic = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
+    critic = common.load_critic(common.read_critic(out, tiny[1], backend), load_whole("cpu"))
     points = [point_of(read(workspace / "offline.jsonl")[0], [7, 8], [7, 8])]
     (a, b, c), = common.score_actions(critic, tiny[1], points, 4096)
     critic.scorer.takes_trees = False
@@ -150,8 +152,8 @@ def test_a_heads_values_by_hand(tiny):
     model, tokenizer = tiny
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     hidden = model.get_decoder()(input_ids=ids).last_hidden_state[0]
-    batch = common.collate([[common.Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [common.Row([5, 6, 7], [-1, 0, 0])]])
-    scorer = common.Scorer(model, has_head=True)
+    batch = collate([[Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [Row([5, 6, 7], [-1, 0, 0])]])
+    scorer = Scorer(model, has_head=True)
     assert scorer(batch).abs().max() == 0                            # untrained
     torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(0))
     torch.nn.init.constant_(scorer.head.bias, 0.5)
@@ -183,7 +185,7 @@ def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny)
     for key in ("input", "output", "output_ids"):                    # as 02 --branch keeps the turns before its own
         del branched["dialogue_history"][1][key]
     counts = [collections.Counter() for _ in range(4)]
-    own, logged, again, mixed = map(common.agent_turns, [tiny[1]] * 4, (row, published, other, branched), counts)
+    own, logged, again, mixed = map(agent_turns, [tiny[1]] * 4, (row, published, other, branched), counts)
     n = len(own)
     assert counts == [{"as sampled": n}, {"as logged": n}, {"rendered again": n},
                       {"rendered again": 1, "as sampled": n - 1}]
@@ -246,7 +248,7 @@ def test_what_is_trained_and_measured_where_some_is_too_long(workspace, tmp_path
     """Held-out tasks are measured alone; references and returns are those of their examples; who reads c. (Training and
     passes of the reference have stand-ins.)"""
     seen, sees_c = {}, "--no-privileged" not in more
-    monkeypatch.setattr(common, "reference_logps", lambda folder, scorer, examples, _: examples)
+    monkeypatch.setattr(critic_stage, "reference_logps", lambda folder, scorer, examples, _: examples)
     monkeypatch.setattr(critic_stage, "train", lambda _, *found: seen.update(trained=found))
     monkeypatch.setattr(common, "pair_accuracy", lambda _, *found: seen.update(measured=found) or 0.5)
     printed = call(3, *flags(workspace, tmp_path, "--head", head, "--held-out-frac", 0.4, "--max-length", 252, *more))
@@ -340,10 +342,11 @@ def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, criti
         del note["prompt_form"]
         (tmp_path / "old" / "critic.json").write_text(json.dumps(note))
         assert common.read_critic(tmp_path / "old", tiny[1], backend)
-    for name, changed in (("critic_prompt", lambda tokenizer, prompt, task: prompt), ("LAST_ROUND", "(the last)"),
-                          ("render_chat", lambda *chat, **options: models.render_chat(*chat, **options) + " ")):
+    for module, name, changed in (
+            (common, "critic_prompt", lambda tokenizer, prompt, task: prompt), (tokens, "LAST_ROUND", "(the last)"),
+            (tokens, "render_chat", lambda *chat, **options: render_chat(*chat, **options) + " ")):
         with monkeypatch.context() as patch:
-            patch.setattr(common, name, changed)
+            patch.setattr(module, name, changed)
             with pytest.raises(InputError, match="was trained with another critic's prompt"):
                 common.read_critic(critic[0], tiny[1], backend)
 
@@ -359,7 +362,7 @@ def test_the_form_of_a_prompt_is_the_same_every_day(tiny):
 def test_scores_with_a_blind_reference(workspace, critic, tiny):
     """An untrained critic's is the gain by hand, of actions and of turns; a trained one's is eq. 3 as printed plus the
     gain."""
-    tokenizer, trajectories, load = tiny[1], read(workspace / "offline.jsonl")[:3], common.load_whole("cpu")
+    tokenizer, trajectories, load = tiny[1], read(workspace / "offline.jsonl")[:3], load_whole("cpu")
     points = []
     for trajectory in trajectories:
         first, *_, last = trajectory["dialogue_history"][1::2]

@@ -17,9 +17,10 @@ from compare import token_logps_after
 from conftest import BASE, call, dies, FUNCTION, Partial, policy_flags, read, refused, stage, write
 from lib import training
 from lib.data import read_trajectories
-from lib.models import encode
 from lib.runtime import InputError, Runtime, start
+from lib.scorer import batch_pairs, collate, items_of, load_whole, Row, without_trees
 from lib.seeds import uniforms
+from lib.tokens import agent_turns, encode
 from lib.training import preference_numbers
 
 policy_stage = stage(4)
@@ -46,18 +47,18 @@ def test_an_untrained_critic_is_no_file():
 # --- losses by hand
 
 def test_the_items_of_several_examples_are_numbered_through():
-    one, two = [common.Row([5], [0])], [common.Row([6], [0])]
+    one, two = [Row([5], [0])], [Row([6], [0])]
     examples = [common.Example([one], [((0, 0), (0, 1))], "a"),
                 common.Example([one], [((0, 1), (0, 0)), ((0, 1), (0, 0))], "b"), common.Example([one], [], "c"),
                 common.Example([one, two], [((0, 0), (1, 1))], "d")]
-    assert common.batch_pairs(examples).tolist() == [
+    assert batch_pairs(examples).tolist() == [
         [[0, 0], [0, 1]], [[1, 1], [1, 0]], [[1, 1], [1, 0]], [[3, 0], [4, 1]]]
 
 
 def test_a_trajectory_of_multi_turn_dpo_is_one_action():
-    item = [common.Row([5, 6, 7, 8], [-1, 0, -1, 1]), common.Row([9, 5], [-1, 2])]
+    item = [Row([5, 6, 7, 8], [-1, 0, -1, 1]), Row([9, 5], [-1, 2])]
     assert [row.turn_ids for row in common.as_one_action(item)] == [[-1, 0, -1, 0], [-1, 0]]
-    assert common.collate([common.as_one_action(item)]).lengths.tolist() == [[3]]
+    assert collate([common.as_one_action(item)]).lengths.tolist() == [[3]]
 
 
 def test_dpo_losses_by_hand_in_float64():
@@ -112,10 +113,10 @@ def test_without_c_an_untrained_critic_scores_exactly_0(workspace, tiny):
     points = []
     for number, row in enumerate(read_trajectories(workspace / "offline.jsonl")[:12]):
         task = row["task"] if number % 2 else {**row["task"], "ground_truth": ""}
-        turns = common.agent_turns(tiny[1], row)
+        turns = agent_turns(tiny[1], row)
         for prompt, action in turns:
             points.append(common.DecisionPoint(prompt, task, [], [action, turns[0][1]], []))
-    critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
+    critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), load_whole("cpu"))
     scores = common.score_actions(critic, tiny[1], points, 2048)
     for point, numbers in zip(points, scores):
         assert (numbers == [0, 0]) == (point.task["ground_truth"] == "")
@@ -288,7 +289,7 @@ def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace,
     examples = policy_stage.pair_examples(pairs, tiny[1], together=True)
     assert len(examples) == len({(pair["task_id"], pair["sample"], pair["turn"]) for pair in pairs}) > 6
     for example in examples:
-        for row in common.without_trees(example.items[0]):
+        for row in without_trees(example.items[0]):
             first = row.turn_ids.count(-1)
             assert row.ids[first:] in sampled[tuple(row.ids[:first])]
     assert f"\n{len(examples)} examples, " in printed
@@ -335,7 +336,7 @@ def test_the_policy_reads_c_where_the_agent_that_it_imitates_did(workspace, data
     for method in ("mtdpo", "rft", "sft"):
         args = policy_stage.parse_args(["--method", method, "--trajectories", "t", "--model", "m", "--out", "o"])
         examples = policy_stage.METHODS[method].make_examples(rows, tiny[1], args, None)
-        items = common.items_of(examples)
+        items = items_of(examples)
         seen = ["The function that this person needs" in tiny[1].decode(item[0].ids) for item in items]
         imitated = [row["informed"] for row in rows if method == "sft" or row["reward"] == 1]
         assert seen == (imitated if method != "mtdpo" else [False] * len(items))

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 import common
+import lib.scorer
 from colbench import backend
 from colbench.scorer import Scorer
 from conftest import BASE, call, FUNCTION, policy_flags, read, refused, ROOT, stage, trajectory, turns, write
 from lib import statistics
 from lib.data import read_trajectories
-from lib.models import encode
+from lib.scorer import load_whole
+from lib.tokens import encode
 
 evaluate = stage(5)
 GOOD, HALF, BAD = "def f(n): return n", "def f(n): return 1", "def f(n): return 0"
@@ -284,7 +286,7 @@ def test_costs_of_an_agent_are_its_own_and_its_critic_s(tmp_path):
 # --- turn advantages, and SWEET's candidates
 
 def loaded(folder, tokenizer):
-    return common.load_critic(common.read_critic(folder, tokenizer, backend), common.load_whole("cpu"))
+    return common.load_critic(common.read_critic(folder, tokenizer, backend), load_whole("cpu"))
 
 
 @pytest.mark.parametrize("name", ["critic", "regression_critic", "value_critic"])
@@ -308,7 +310,7 @@ def test_the_advantage_of_a_turn_is_the_score_of_actions(request, workspace, nam
 
 
 def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(workspace, tiny, monkeypatch):
-    critic = common.Critic("-", "-", scorer=common.Scorer(tiny[0]), ref_scorer=common.Scorer(tiny[0]))
+    critic = common.Critic("-", "-", scorer=lib.scorer.Scorer(tiny[0]), ref_scorer=lib.scorer.Scorer(tiny[0]))
     rows = read_trajectories(workspace / "offline.jsonl")[:8]
     assert common.score_turns(critic, tiny[1], rows, 4096) == [[0.0] * row["num_rounds"] for row in rows]
     examples = common.trajectory_examples(rows, [(i,) for i in range(8)], tiny[1], True)
@@ -316,7 +318,7 @@ def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(wor
     limit = sorted(lengths)[3]
     found = common.score_turns(critic, tiny[1], rows, limit)
     assert [own is None for own in found] == [length > limit for length in lengths] and None in found
-    monkeypatch.setattr(common.models, "most_positions", lambda _: limit)
+    monkeypatch.setattr(common, "most_positions", lambda _: limit)
     assert common.score_turns(critic, tiny[1], rows, 4096) == found
 
 

@@ -11,6 +11,7 @@ import common
 from colbench import published, task_id
 from conftest import BASE, call, read, refused, ROOT, turns, write
 from lib.data import read_trajectories
+from lib.tokens import agent_chat
 
 COPY = ROOT / "tests" / "colbench"
 TRAIN, TEST = COPY / "backend_tasks" / "train.jsonl", COPY / "backend_tasks" / "test.jsonl"
@@ -86,7 +87,7 @@ def test_blocks_become_samples_and_rows_keep_every_key(offline):
 def test_the_logged_system_prompt_is_written_beside(offline, tmp_path):
     assert offline.with_name("offline.jsonl.system_prompt.txt").read_text() == SYSTEM + "\n"
     row = {**read_trajectories(offline)[2], "max_rounds": 3}        # another template gets it, without our note
-    system, *_, last = common.agent_chat(row, row["dialogue_history"][:-1])
+    system, *_, last = agent_chat(row, row["dialogue_history"][:-1])
     assert system == {"role": "system", "content": SYSTEM} and "last round" not in last["content"]
     rows = read(OFFLINE)
     other = json.loads(json.dumps(rows[0]).replace(SYSTEM, "Say {nothing}."))
@@ -175,13 +176,13 @@ def test_a_dialogue_is_what_the_file_says(path):
     assert first["task_id"] == second["task_id"] != third["task_id"] and (first["sample"], second["sample"]) == (0, 1)
     assert [first["reward"], second["reward"]] == [0.75, 0.25] and first["system_prompt"] == "Be brief."
     assert [turn["role"] for turn in first["dialogue_history"]] == ["user", "assistant", "user", "assistant"]
-    chat = common.agent_chat(first, first["dialogue_history"][:3])
+    chat = agent_chat(first, first["dialogue_history"][:3])
     assert [message["content"] for message in chat] == ["Be brief.", "the price of 0", "What is the fee?", "12"]
     assert common.trajectory_pairs([first, second], path) == [(0, 1)]
     assert "the fee is 0" in common.hidden_info(first["task"])
     assert common.hidden_info({**first["task"], "ground_truth": ""}) == ""
     [row] = read_trajectories(write(path, [{"messages": turns("a", "b"), "reward": 1}]))         # without a system's
-    assert [message["role"] for message in common.agent_chat(row, row["dialogue_history"][:1])] == ["user"]
+    assert [message["role"] for message in agent_chat(row, row["dialogue_history"][:1])] == ["user"]
 
 
 def test_all_stages_take_it(path, tmp_path):

@@ -18,9 +18,22 @@ from compare import token_logps_after
 from conftest import BASE, ROOT, turns, write
 from lib.data import read_tasks, read_trajectories
 from lib.engine import Engine
-from lib.models import encode, load_tokenizer, tokenizer_name
+from lib.fast import WIDTH_STEP
+from lib.load import load_tokenizer
 from lib.runtime import InputError
-from lib.servers import strip_thoughts
+from lib.scorer import action_outputs, collate, Row, Scorer
+from lib.tokens import (
+    AGENT,
+    agent_messages,
+    check_prompt,
+    encode,
+    note_prompt,
+    our_system,
+    shown_system,
+    strip_thoughts,
+    system_prompt,
+    tokenizer_name,
+)
 
 U, A, E = "<|user|>", "<|assistant|>", "<|end|>"
 PROMPT = backend.AGENT_SYSTEM
@@ -38,10 +51,10 @@ def ids_of(tokenizer, *tokens):
 def test_a_system_prompt_may_be_empty(tiny, tmp_path, capsys):
     """A model's folder keeps the one that most trajectories have (and with what arguments: test_prompts.py)."""
     rows = [{"task": TASK, "dialogue_history": HISTORY, **more} for more in ({"system_prompt": ""}, {})]
-    assert common.shown_system(rows[0]) == "" and common.shown_system(rows[1]) == common.our_system(rows[1]) != ""
-    common.note_prompt(tmp_path, [rows[1], rows[0], rows[0]])
-    assert common.read_json(tmp_path / "agent.json", common.AGENT) == {"system_prompt": "", "chat_template_args": {}}
-    common.check_prompt(str(tmp_path), tiny[1], "Other", {})        # this template shows none, so nothing differs
+    assert shown_system(rows[0]) == "" and shown_system(rows[1]) == our_system(rows[1]) != ""
+    note_prompt(tmp_path, [rows[1], rows[0], rows[0]])
+    assert common.read_json(tmp_path / "agent.json", AGENT) == {"system_prompt": "", "chat_template_args": {}}
+    check_prompt(str(tmp_path), tiny[1], "Other", {})               # this template shows none, so nothing differs
     assert "was trained" not in capsys.readouterr().out
 
 
@@ -99,8 +112,8 @@ def test_candidate_tree_as_literal_arrays(tiny):
     _, tokenizer = tiny
     what, thanks = ids_of(tokenizer, "▁What▁", "?", E), ids_of(tokenizer, "▁Thanks▁", E)
     (row,) = common.actions_item(tokenizer, f"{U}the{A}", [what, thanks])
-    assert row == common.Row(ids_of(tokenizer, U, "▁the▁", A) + what + thanks, [-1, -1, -1, 0, 0, 0, 1, 1], 3)
-    batch = common.collate([[row]])
+    assert row == Row(ids_of(tokenizer, U, "▁the▁", A) + what + thanks, [-1, -1, -1, 0, 0, 0, 1, 1], 3)
+    batch = collate([[row]])
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 3, 4]]
     assert batch.previous.tolist() == [[-1, 0, 1, 2, 3, 4, 2, 6]]
     assert batch.lengths.tolist() == [[3, 2]]
@@ -115,7 +128,7 @@ def test_candidate_tree_as_literal_arrays(tiny):
 
 
 def test_collate_pads_on_the_right():
-    batch = common.collate([[common.Row([5, 6, 7], [-1, 0, 0])], [common.Row([8, 9], [-1, 0]), common.Row([4], [1])]])
+    batch = collate([[Row([5, 6, 7], [-1, 0, 0])], [Row([8, 9], [-1, 0]), Row([4], [1])]])
     assert batch.ids.tolist() == [[5, 6, 7], [8, 9, 0], [4, 0, 0]]
     assert batch.mask is None
     assert batch.turn_ids.tolist() == [[-1, 0, 0], [-1, 0, -1], [1, -1, -1]]
@@ -126,13 +139,13 @@ def test_collate_pads_on_the_right():
 # --- log-probabilities
 
 def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny):
-    items = [[common.Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [common.Row([5, 6, 7], [-1, 0, 0])]]
-    expected = common.Scorer(tiny[0])(common.collate(items))
-    monkeypatch.setitem(common.models.WIDTH_STEP, "cpu", 8)
-    batch = common.collate(items)
+    items = [[Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [Row([5, 6, 7], [-1, 0, 0])]]
+    expected = Scorer(tiny[0])(collate(items))
+    monkeypatch.setitem(WIDTH_STEP, "cpu", 8)
+    batch = collate(items)
     assert batch.ids.shape == batch.turn_ids.shape == (2, 8) and batch.mask.shape == (2, 1, 8, 8)
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 0, 0, 0]   # no model needs positions for padding
-    torch.testing.assert_close(common.Scorer(tiny[0])(batch), expected)
+    torch.testing.assert_close(Scorer(tiny[0])(batch), expected)
 
 
 def test_action_logps_in_batches_against_a_plain_softmax(tiny):
@@ -142,9 +155,9 @@ def test_action_logps_in_batches_against_a_plain_softmax(tiny):
              (f"{U}the price of the fee{E}{A}", ids_of(tokenizer, "▁Thanks▁", "▁the▁", "▁fee▁", E))]
     items = [common.rows_of_trajectory(tokenizer, [turn]) for turn in turns]
     expected = torch.stack([token_logps_after(tiny, *turn).sum() for turn in turns])
-    scorer, modes = common.Scorer(tiny[0]).train(), []
+    scorer, modes = Scorer(tiny[0]).train(), []
     scorer.register_forward_pre_hook(lambda module, _: modes.append(module.training))
-    found = torch.cat(common.action_outputs(scorer, items, 20))
+    found = torch.cat(action_outputs(scorer, items, 20))
     assert set(modes) == {False} and scorer.training                # without dropout
     tiny[0].eval()
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
@@ -171,10 +184,10 @@ def test_thoughts_are_not_seen(text, prompt, seen):
 
 def test_agent_messages_name_the_last_round_and_never_hold_c():
     history = turns("a", "b", "c")
-    contents = [[m["content"] for m in common.agent_messages(history, rounds, PROMPT)[1:]] for rounds in (3, 2)]
+    contents = [[m["content"] for m in agent_messages(history, rounds, PROMPT)[1:]] for rounds in (3, 2)]
     assert contents == [["a", "b", "c"], ["a", "b", "c\n(last round)"]]
-    assert "3 rounds" in common.agent_messages(history, 3, PROMPT)[0]["content"] and history[-1]["content"] == "c"
-    other = common.agent_messages(history, 2, PROMPT, "As {it} is, {max_rounds} {}")  # literal; no note of ours
+    assert "3 rounds" in agent_messages(history, 3, PROMPT)[0]["content"] and history[-1]["content"] == "c"
+    other = agent_messages(history, 2, PROMPT, "As {it} is, {max_rounds} {}")         # literal; no note of ours
     assert [m["content"] for m in other] == ["As {it} is, {max_rounds} {}", "a", "b", "c"]
 
 
@@ -193,8 +206,8 @@ LLAMA = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
 def test_the_system_prompt_is_read_from_the_logged_prompt(change, system):
     trajectory = {"task": TASK, "dialogue_history": [
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **change}]}
-    assert common.system_prompt(trajectory) == system
-    assert common.system_prompt({**trajectory, "system_prompt": "Mine"}) == "Mine"
+    assert system_prompt(trajectory) == system
+    assert system_prompt({**trajectory, "system_prompt": "Mine"}) == "Mine"
 
 
 # --- pairs
@@ -271,12 +284,12 @@ def fake_model():
 @pytest.mark.parametrize("prompt_length", [None, 2], ids=["rows", "trees"])
 @pytest.mark.parametrize("has_head", [False, True], ids=["lm", "head"])
 def test_a_scorer_on_fake_cuda_mixes_no_devices(has_head, prompt_length):
-    batch = common.collate([[common.Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], prompt_length)],
-                            [common.Row([5, 6, 7], [-1, -1, 0], prompt_length)]])
+    batch = collate([[Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], prompt_length)],
+                            [Row([5, 6, 7], [-1, -1, 0], prompt_length)]])
     tensors = {name: value for name, value in batch._asdict().items() if isinstance(value, torch.Tensor)}
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.device("cuda"), torch.no_grad():
         tensors = {name: mode.from_tensor(value).to("cuda") for name, value in tensors.items()}
-        values = common.Scorer(fake_model(), has_head)(batch._replace(**tensors))
+        values = Scorer(fake_model(), has_head)(batch._replace(**tensors))
     assert values.device.type == "cuda" and values.shape == (2, 2)
 
 

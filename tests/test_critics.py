@@ -11,7 +11,8 @@ import torch
 import common
 from colbench import backend
 from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, stage, trajectory, turns, write
-from lib.models import load_tokenizer
+from lib.load import load_tokenizer
+from lib.scorer import load_whole, Row
 
 critics = importlib.import_module("scripts.critics")
 
@@ -115,7 +116,7 @@ def test_pair_accuracy_by_hand(monkeypatch, head, accuracy):
     turn; all turns have one token."""
     examples, outputs, ref_values = [], [], []
     for pair in ADVANTAGES:
-        items = [[common.Row([5] * len(values), list(range(len(values))))] for values in pair]
+        items = [[Row([5] * len(values), list(range(len(values))))] for values in pair]
         examples.append(common.Example(items, [], "a"))
         outputs.append([torch.tensor(values) + 7 for values in pair])
         ref_values.append([torch.full((len(values),), 7.0) for values in pair])
@@ -153,7 +154,7 @@ def test_a_critic_is_measured_by_monte_carlo_returns(branches, critic, regressio
     means = [[sum(wins) / len(wins) for wins in own.values()] for own in returns_of.values()]
     points, returns = critics.decision_points(branches[0], rows, backend)
     assert returns == [own for own in means if len(set(own)) > 1] and 0 < ranks["num_states"] == len(points)
-    critic = common.load_critic(common.read_critic(regression_critic, None, backend), common.load_whole("cpu"))
+    critic = common.load_critic(common.read_critic(regression_critic, None, backend), load_whole("cpu"))
     scores = common.score_actions(critic, load_tokenizer(str(regression_critic)), points, 4096)
     again = critics.return_correlation(points, returns, scores)
     assert ranks["rank_correlation"] == pytest.approx(again["rank_correlation"])

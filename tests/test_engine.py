@@ -9,8 +9,9 @@ import torch
 
 import bench_rollout
 from lib import engine as engine_module
-from lib.engine import Engine, few_sizes, next_tokens
-from lib.models import projection_of, WIDTH_STEP
+from lib.engine import Engine, next_tokens
+from lib.fast import few_sizes, WIDTH_STEP
+from lib.load import projection_of
 from lib.seeds import uniforms
 from server import generate
 

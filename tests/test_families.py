@@ -12,11 +12,23 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
+import lib.load
 from colbench import backend
 from conftest import BASE, call, critic_note, read
-from lib import models
-from lib.models import encode, load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
+from lib.fast import WIDTH_STEP
+from lib.load import (
+    load_model,
+    load_tokenizer,
+    lora_config,
+    most_positions,
+    save_model,
+    shard,
+    Sharding,
+    takes_masks,
+)
 from lib.runtime import InputError, start
+from lib.scorer import action_outputs, collate, load_scorer, load_whole, Row, Scorer, without_trees
+from lib.tokens import encode, stop_ids
 from server import generate
 
 SIZES = {"vocab_size": 781, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -76,14 +88,14 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
         with pytest.raises(InputError, match=f"a {family} model, .* cannot be sampled from here; run it as a server"):
             generate(model, [[1, 2]], torch.zeros(1, 2), 0, [])
     else:
-        ids = common.encode(tokenizer, PROMPT)
+        ids = encode(tokenizer, PROMPT)
         prompts = [ids, ids[:7]]
         for prompt, ids in zip(prompts, generate(model, prompts, torch.full((2, 6), .5), 0, [780, 17])):
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=[780, 17])
             assert ids == expected[0, len(prompt):].tolist()
     logps = []
     for action in ACTIONS:
-        ids = torch.tensor([common.encode(tokenizer, PROMPT) + action])
+        ids = torch.tensor([encode(tokenizer, PROMPT) + action])
         token_logps = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1)
         logps.append(token_logps.gather(1, ids[0, 1:, None])[-len(action):].sum())
     expected = torch.stack(logps)
@@ -92,7 +104,7 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
     gradients = [parameter.grad.clone() for parameter in trained]
     other = "<|user|>the fee<|end|><|assistant|>"                    # a second row: padding
     items = [common.actions_item(tokenizer, PROMPT, ACTIONS), common.actions_item(tokenizer, other, ACTIONS[:2])]
-    scorer = common.Scorer(model)
+    scorer = Scorer(model)
     for takes_trees in {scorer.takes_trees, False}:
         scorer.takes_trees = takes_trees
         model.zero_grad()
@@ -106,16 +118,16 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
 
 def test_all_families_whose_windows_are_known_are_here():
     """Another one, Llama 4's, takes no masks."""
-    assert sorted(models.WINDOWED) == sorted(family.removesuffix(", window") for family in WINDOWED)
+    assert sorted(lib.load.WINDOWED) == sorted(family.removesuffix(", window") for family in WINDOWED)
     config = AutoConfig.for_model("llama4_text", **SIZES, attention_chunk_size=8, layer_types=["chunked_attention"] * 2)
-    assert not models.takes_masks(AutoModelForCausalLM.from_config(config))
+    assert not takes_masks(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_family_whose_logits_are_not_known_is_refused(tokenizer, tmp_path):
     """HyperCLOVA X multiplies by what Granite, which has the same name for it, divides by."""
     config = AutoConfig.for_model("hyperclovax", **SIZES, logits_scaling=4.0)
     folder = folder_of(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path)
-    for load in (lambda: load_model(folder, "cpu"), lambda: common.load_scorer(folder, start(0), Sharding())):
+    for load in (lambda: load_model(folder, "cpu"), lambda: load_scorer(folder, start(0), Sharding())):
         with pytest.raises(InputError, match="a hyperclovax model makes logits of its last hidden states in a way"):
             load()
 
@@ -129,7 +141,7 @@ def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype)
     model = model_of(family)
     model.generation_config.eos_token_id = [780, 17]
     base = folder_of(model, tokenizer, tmp_path / "base")
-    scorer = common.load_scorer(base, start(0), Sharding(dtype))
+    scorer = load_scorer(base, start(0), Sharding(dtype))
     save_model(tmp_path / "saved", scorer.model, tokenizer)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert saved.dtype == torch.float32 and saved.generation_config.eos_token_id == [780, 17]
@@ -140,17 +152,17 @@ def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype)
 
 def test_an_adapter_of_transposed_weights_is_merged(tokenizer, tmp_path):
     folder = folder_of(model_of("gpt2"), tokenizer, tmp_path / "base")
-    scorer = common.load_scorer(folder, start(0), Sharding(), lora_config(folder, 4, None, False)).eval()
+    scorer = load_scorer(folder, start(0), Sharding(), lora_config(folder, 4, None, False)).eval()
     for name, parameter in scorer.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    batch = common.collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])
+    batch = collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])
     with torch.no_grad():
         expected = scorer(batch)
         for out, merge in (("adapter", False), ("whole", True)):
             save_model(tmp_path / out, scorer.model, tokenizer, merge)
             model, _ = load_model(str(tmp_path / out), "cpu")
-            torch.testing.assert_close(common.Scorer(model)(batch), expected, atol=1e-3, rtol=0)
+            torch.testing.assert_close(Scorer(model)(batch), expected, atol=1e-3, rtol=0)
 
 
 def test_an_adapter_of_experts_is_refused_before_training(tokenizer, tmp_path):
@@ -179,10 +191,10 @@ def test_preferences_are_compared_without_dropout(tokenizer, workspace, tmp_path
 
 def test_layers_are_computed_again_in_evaluation_mode_too(tokenizer):
     """--activation-checkpointing, with the same gradients."""
-    batch, gradients, num_passes = common.collate([common.actions_item(tokenizer, PROMPT, ACTIONS)]), [], []
+    batch, gradients, num_passes = collate([common.actions_item(tokenizer, PROMPT, ACTIONS)]), [], []
     for again in (False, True):
-        scorer = common.Scorer(model_of("llama"))
-        models.shard(scorer, start(0), Sharding(activation_checkpointing=again)).eval()
+        scorer = Scorer(model_of("llama"))
+        shard(scorer, start(0), Sharding(activation_checkpointing=again)).eval()
         scorer.model.model.layers[0].self_attn.register_forward_hook(lambda *_, again=again: num_passes.append(again))
         scorer(batch).pow(2).sum().backward()
         gradients.append([parameter.grad for parameter in scorer.parameters()])
@@ -190,11 +202,11 @@ def test_layers_are_computed_again_in_evaluation_mode_too(tokenizer):
 
 
 def test_layers_that_are_computed_again_are_compiled(tokenizer):
-    scorer = common.Scorer(model_of("qwen3, window"))
-    models.shard(scorer, start(0), Sharding(activation_checkpointing=True)).eval()
+    scorer = Scorer(model_of("qwen3, window"))
+    shard(scorer, start(0), Sharding(activation_checkpointing=True)).eval()
     scorer.model.model.layers[0].compile(backend="eager")
     counters.clear()
-    scorer(common.collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])).sum().backward()
+    scorer(collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])).sum().backward()
     assert counters["stats"]["calls_captured"] > 0 and not counters["graph_break"]
 
 
@@ -205,12 +217,12 @@ def test_what_is_longer_than_the_model_takes_is_one_line(tokenizer, tmp_path):
     model = model_of("gpt2")                                         # has 256 positions, and no others
     fitting = common.actions_item(tokenizer, PROMPT, [[33] * 150, [34] * 180, [60, 780]])
     assert len(fitting[0].ids) > 256
-    logps = common.action_outputs(common.Scorer(model), [fitting], 4096)
+    logps = action_outputs(Scorer(model), [fitting], 4096)
     assert logps[0].isfinite().all()
     tree = common.actions_item(tokenizer, PROMPT, [[33] * 240, [60, 780]])
-    for long in (tree, common.without_trees(tree)):
+    for long in (tree, without_trees(tree)):
         with pytest.raises(InputError, match=r"takes 256 tokens, and a prompt with its action has up to \d+ "):
-            common.action_outputs(common.Scorer(model), [long], 4096)
+            action_outputs(Scorer(model), [long], 4096)
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4,
@@ -225,24 +237,24 @@ NEIGHBOURS = {"phi3": {"rope_parameters": {"rope_theta": 1e4, **LONGROPE}, "orig
 def test_no_number_depends_on_how_long_its_neighbours_are(tokenizer, family, step, monkeypatch):
     """Rotary frequencies that change with the highest position of a pass: a row of 49 tokens beside a tree of 130, and
     both in other orders; in the engine a prompt beside longer ones. step: of padding, as on a GPU."""
-    monkeypatch.setitem(models.WIDTH_STEP, "cpu", step)
+    monkeypatch.setitem(WIDTH_STEP, "cpu", step)
     model, prompt = model_of(family, **NEIGHBOURS[family]), "<|user|>the price<|end|><|assistant|>"
     start = encode(tokenizer, prompt)
-    row = [common.Row(start + [33] * (49 - len(start)), [-1] * len(start) + [0] * (49 - len(start)))]
+    row = [Row(start + [33] * (49 - len(start)), [-1] * len(start) + [0] * (49 - len(start)))]
     ids = torch.tensor([row[0].ids])
     with torch.no_grad():
         logps = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])
     expected = logps[len(start) - 1:].sum()
     tree = common.actions_item(tokenizer, prompt, [[40] * 30, [50] * 40, [60] * 55])
-    scorer, alone = common.Scorer(model), []
+    scorer, alone = Scorer(model), []
     for item in (row, tree):
-        alone += common.action_outputs(scorer, [item], 4096)
+        alone += action_outputs(scorer, [item], 4096)
     torch.testing.assert_close(alone[0][0], expected, atol=1e-3, rtol=0)
-    for found in (common.action_outputs(scorer, [row, tree], 4096),
-                  common.action_outputs(scorer, [tree, row], 4096)[::-1]):
+    for found in (action_outputs(scorer, [row, tree], 4096),
+                  action_outputs(scorer, [tree, row], 4096)[::-1]):
         torch.testing.assert_close(torch.cat(found), torch.cat(alone), atol=1e-3, rtol=0)
     with pytest.raises(InputError, match="takes 64 tokens"):
-        common.action_outputs(scorer, [row, [common.Row([33] * 65, [-1] + [0] * 64)]], 4096)
+        action_outputs(scorer, [row, [Row([33] * 65, [-1] + [0] * 64)]], 4096)
     prompts = [start, [33] * 40, [50] * 56]
     uniforms = torch.full((3, 8), .5)
     together = generate(model, prompts, uniforms, 1.0, [])
@@ -303,7 +315,7 @@ def test_a_quantised_folder_is_the_numbers_that_it_stands_for(tokenizer, tmp_pat
     monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer."
                         "validate_environment", lambda *_, **__: None)
     model, _ = load_model(str(tmp_path / "base"), "cpu")
-    scorer = common.load_scorer(str(tmp_path / "base"), start(0), Sharding())
+    scorer = load_scorer(str(tmp_path / "base"), start(0), Sharding())
     save_model(tmp_path / "saved", scorer.model, tokenizer)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     for name, tensor in stands_for.items():
@@ -318,7 +330,7 @@ def test_a_quantised_folder_is_the_numbers_that_it_stands_for(tokenizer, tmp_pat
 def test_other_quantised_folders_are_refused(tokenizer, tmp_path, note, message):
     folder = folder_of(model_of("llama"), tokenizer, tmp_path)
     quantised(tmp_path, note)
-    for load in (lambda: load_model(folder, "cpu"), lambda: common.load_scorer(folder, start(0), Sharding())):
+    for load in (lambda: load_model(folder, "cpu"), lambda: load_scorer(folder, start(0), Sharding())):
         with pytest.raises(InputError, match=message):
             load()
 
@@ -380,7 +392,7 @@ def test_a_damaged_folder_is_one_line(tmp_path, name, monkeypatch):
     change(folder / file)
     with pytest.raises(InputError) as error:
         if file == "critic.json":
-            common.load_critic(common.read_critic(folder, None, backend), common.load_whole("cpu"))
+            common.load_critic(common.read_critic(folder, None, backend), load_whole("cpu"))
         else:
             stop_ids(*load_model(str(folder), "cpu"))
     line = str(error.value)

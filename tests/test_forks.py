@@ -15,7 +15,9 @@ from compare import greatest_difference, logps_after, token_logps_after
 from conftest import BASE, call, dies, fork, FUNCTION, read, refused, stage, succeed, turns, write
 from lib import training
 from lib.data import read_trajectories
-from lib.models import encode, Projection
+from lib.load import Projection
+from lib.scorer import load_whole, Row
+from lib.tokens import encode, prompt_text
 
 grpo, distill, gain, answers = MODULES = [fork(name) for name in ("grpo", "distill", "gain", "answers")]
 SMALL = ["--data-frac", 0.25, "--num-candidates", 6, "--max-new-tokens", 60, "--nll-coef", 0]
@@ -138,10 +140,10 @@ def test_advantages_by_hand(returns, turn_scores, tasks, is_signed, expected):
 
 
 def test_each_token_has_the_advantage_of_its_turn_and_is_an_action():
-    example = common.Example([[common.Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])]], [], "a")
+    example = common.Example([[Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])]], [], "a")
     one, two = grpo.token_examples([example] * 4, [[2.0], [1.0, -1.0], None, []])
     assert one.advantages.tolist() == [2, 2, 2] and two.advantages.tolist() == [1, 1, -1]
-    assert one.items == two.items == [[common.Row([5, 6, 7, 8, 9], [-1, 0, 1, -1, 2])]]
+    assert one.items == two.items == [[Row([5, 6, 7, 8, 9], [-1, 0, 1, -1, 2])]]
 
 
 def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path, tiny):
@@ -173,7 +175,7 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path
 def test_scores_are_the_critics_advantage_of_each_turn(few, critic, runs, tiny):
     rows, scored = read(few), read(runs["signed"][2] / "advantages.jsonl")
     assert [(row["task_id"], row["sample"]) for row in scored] == [(row["task_id"], row["sample"]) for row in rows]
-    loaded = common.load_critic(common.read_critic(critic, None, backend), common.load_whole("cpu"))
+    loaded = common.load_critic(common.read_critic(critic, None, backend), load_whole("cpu"))
     for row, advantages in zip(scored, common.score_turns(loaded, tiny[1], rows[:4], 16384)):
         assert row["advantages"] == pytest.approx(advantages, abs=1e-5)
 
@@ -219,9 +221,9 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny, max_rou
     history = turns(task["problem_description"])
     row = {"task": task, "history": history, "max_rounds": max_rounds, "dialogue_history": [{"role": "assistant"}]}
     row["candidates"] = [{"text": text, "ids": [*encode(tiny[1], text), tiny[1].eos_token_id]} for text in texts]
-    prompt_of = functools.partial(common.prompt_text, tiny[1], row)
+    prompt_of = functools.partial(prompt_text, tiny[1], row)
     row["prompt"] = prompt_of(history)
-    critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
+    critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), load_whole("cpu"))
 
     def logp_of_answer(history):
         return token_logps_after(tiny, f"{prompt_of(history)}{backend.MARKER}\n", answer).sum().item()

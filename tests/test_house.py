@@ -11,6 +11,8 @@ from conftest import BASE, call, read, ROOT, stage, succeed
 
 STAGES = sorted(ROOT.glob("0*.py"))
 FORKS = [ROOT / "examples" / f"{name}.py" for name in ("answers", "distill", "gain", "grpo")]
+# Tasks and trajectories, and what their agents read, of all domains
+KNOW_DOMAINS = [ROOT / "lib" / name for name in ("data.py", "tokens.py")]
 COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 
@@ -39,8 +41,8 @@ def arrows(path):
     (STAGES, {"common", "colbench", "lib"}),
     (FORKS, {"common", "colbench", "lib", "stage"}),
     ([ROOT / "common.py"], {"colbench", "lib"}),
-    (sorted(set((ROOT / "lib").rglob("*.py")) - {ROOT / "lib" / "data.py"}), {"lib"}),
-    ([ROOT / "lib" / "data.py"], {"colbench", "lib"}),              # tasks and trajectories, of all domains
+    (sorted(set((ROOT / "lib").rglob("*.py")) - set(KNOW_DOMAINS)), {"lib"}),
+    (KNOW_DOMAINS, {"colbench", "lib"}),
     (sorted((ROOT / "colbench").glob("*.py")), {"colbench", "domain"})])
 def test_who_imports_whom(files, allowed):
     assert len(files) >= 1
@@ -72,7 +74,7 @@ def test_the_training_loops_of_03_and_04_differ_by_the_method():
         "for step, batch_numbers in loop.steps():",
         "for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):",
         "micro_examples = [examples[i] for i in micro]",
-        "batch = scorer.collate(common.items_of(micro_examples), run.device)",
+        "batch = scorer.collate(items_of(micro_examples), run.device)",
         "loop.backward(values, weights / num_terms)", "loop.update(step)"]
     for path in STAGES[2:4]:                                         # from the flags to the loop: a screen
         assert len(lines_of(path, "main")) <= 65 and len(lines_of(path, "train")) <= 50

@@ -9,7 +9,7 @@ import pytest
 from colbench import written
 from conftest import call, read, refused, run, stage
 from lib.runtime import InputError
-from lib.servers import strip_thoughts
+from lib.tokens import strip_thoughts
 
 generate_tasks = stage(1)
 

@@ -12,16 +12,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import common
+import lib.load
 from colbench import backend
 from compare import assert_same_steps, furthest, set_weights, weights
 from conftest import BASE, call, dies, read, refused, succeed, write
-from lib import models
-from lib.models import load_model, load_tokenizer, lora_config, save_model, Sharding
+from lib.load import (
+    add_adapter,
+    load_adapter,
+    load_model,
+    load_tokenizer,
+    lora_config,
+    save_model,
+    Sharding,
+    whole_model,
+)
 from lib.runtime import InputError, start
+from lib.scorer import action_outputs, collate, load_scorer, load_whole, Row, Scorer
 from lib.training import adamw, Checkpoints
 
 LORA, DPO = ["--lora", 4], ["--method", "mtdpo"]
-AN_ITEM = [[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
+AN_ITEM = [[Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
 
 
 def flags(data, out, *more):
@@ -32,12 +42,12 @@ def flags(data, out, *more):
 
 def outputs_of(scorer):
     """What a scorer says of AN_ITEM's turns."""
-    return common.action_outputs(scorer, AN_ITEM, 4096)[0]
+    return action_outputs(scorer, AN_ITEM, 4096)[0]
 
 
 def values_of(model):
     """What a transformers model says of them."""
-    return outputs_of(common.Scorer(model))
+    return outputs_of(Scorer(model))
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +91,9 @@ def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
 def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
     """In bfloat16: base weights in bfloat16, adapters and the optimiser's state in float32, two numbers for each."""
     config = lora_config(str(BASE), 4, None, False)
-    scorer = common.load_scorer(str(BASE), start(0), Sharding("bfloat16"), config, has_head=True)
+    scorer = load_scorer(str(BASE), start(0), Sharding("bfloat16"), config, has_head=True)
     optimizer = adamw(scorer, 1e-2)
-    scorer(common.collate(AN_ITEM)).sum().backward()
+    scorer(collate(AN_ITEM)).sum().backward()
     optimizer.step()
     state, parameters = Checkpoints(tmp_path, scorer, optimizer).state(), dict(scorer.named_parameters())
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
@@ -120,11 +130,11 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
     """Whole, and as it is loaded for training: in bfloat16 by FSDP2, as on several ranks. One copy of the base is in
     memory."""
     monkeypatch.setattr(Sharding, "uses_fsdp", lambda self, *_: self.dtype == "bfloat16")
-    load_split = functools.partial(common.load_scorer, run=start(0), sharding=Sharding(dtype))
-    for load in (common.load_whole("cpu", dtype), load_split):
+    load_split = functools.partial(load_scorer, run=start(0), sharding=Sharding(dtype))
+    for load in (load_whole("cpu", dtype), load_split):
         expected = outputs_of(load(str(BASE)))
         if dtype == "float32":
-            assert torch.equal(expected, outputs_of(common.Scorer(tiny[0])))
+            assert torch.equal(expected, outputs_of(Scorer(tiny[0])))
         loaded = common.load_critic(common.read_critic(critic, tiny[1], backend), load)
         assert loaded.ref_scorer.scorer is loaded.scorer
         for _ in range(2):                                          # on again, and off again
@@ -156,7 +166,7 @@ def scaled(folder, share, out):
 
 def both_ways(folder, dtype="float32"):
     """What the model of a folder says of AN_ITEM's turns, loaded whole (02) and for training (03, 04)."""
-    scorer = common.load_scorer(str(folder), start(0), Sharding(dtype))
+    scorer = load_scorer(str(folder), start(0), Sharding(dtype))
     return values_of(load_model(str(folder), "cpu", dtype)[0]), outputs_of(scorer)
 
 
@@ -182,15 +192,15 @@ def test_a_folder_is_what_its_weight_files_are(policy, tmp_path, capsys):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_tensor_stays_without_a_value(tiny, dtype, monkeypatch):
     """Whole, and split by FSDP2: where the files make another model than the configuration."""
-    read_files = models.whole_model
+    read_files = whole_model
 
     def adapted(*arguments):
         model = read_files(*arguments)
-        models.add_adapter(model, lora_config(str(BASE), 4, ["q_proj"], False))
+        add_adapter(model, lora_config(str(BASE), 4, ["q_proj"], False))
         return model
-    monkeypatch.setattr(models, "whole_model", adapted)
+    monkeypatch.setattr(lib.load, "whole_model", adapted)
     with pytest.raises(InputError, match="its files make another model than its configuration .*q_proj.base_layer"):
-        common.load_scorer(str(BASE), start(0), Sharding(dtype))
+        load_scorer(str(BASE), start(0), Sharding(dtype))
 
 
 def of_peft(config, folder, std=0.1):
@@ -258,7 +268,7 @@ def test_an_adapter_file_holds_what_its_configuration_names(policy, critic, tiny
                 if folder is policy:
                     load_model(str(out), "cpu")
                 else:
-                    common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
+                    common.load_critic(common.read_critic(out, tiny[1], backend), load_whole("cpu"))
 
 
 def test_bfloat16_keeps_small_adapters(policy, tmp_path):
@@ -297,8 +307,8 @@ def test_merged_is_the_float32_base_and_the_adapter(data, tmp_path, policy_of_tw
     succeed("04_train_policy.py", *DPO, *flags(data, tmp_path / "two", "--merge"), ranks=2)
     check_merged(tmp_path / "two", policy_of_two_ranks, 1e-5)
     assert not (tmp_path / "two" / "initial").exists()
-    scorer = common.load_scorer(str(BASE), start(0), Sharding("bfloat16"), lora_config(str(BASE), 4, None, False))
-    models.load_adapter(scorer.model, policy)
+    scorer = load_scorer(str(BASE), start(0), Sharding("bfloat16"), lora_config(str(BASE), 4, None, False))
+    load_adapter(scorer.model, policy)
     save_model(tmp_path / "one", scorer.model, tiny[1], merge=True)
     check_merged(tmp_path / "one", policy, 1e-6)
 
@@ -346,7 +356,7 @@ def test_a_head_is_trained_beside_the_adapter(data, tmp_path, tiny):
     out = tmp_path / "critic"
     call(3, *flags(data, out, "--head", "value"))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
+    loaded = common.load_critic(common.read_critic(out, tiny[1], backend), load_whole("cpu"))
     assert loaded.ref_scorer is None and loaded.scorer.head.weight.abs().max() > 1e-3
     assert largest_b(adapter(out)) > 1e-3
     assert len(set(outputs_of(loaded.scorer).tolist())) == 2

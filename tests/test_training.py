@@ -17,22 +17,28 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig
 
 import common
+import lib.fast
+import lib.load
+import lib.memory
+import lib.scorer
 from compare import assert_same_steps, furthest, greatest_difference, set_weights, weights
 from conftest import BASE, begin, begin_ranks, call, ended, policy_flags, read, succeed
+from lib.fast import use_grouped_attention
+from lib.load import add_adapter, import_peft, load_model, Projection, save_model, Sharding
 from lib.memory import memory_plan, planned_model, PlannedStep
-from lib.models import add_adapter, import_peft, load_model, Projection, save_model, Sharding, use_grouped_attention
 from lib.runtime import InputError, Runtime, start
+from lib.scorer import action_logps, collate, hidden_states, load_scorer, Row, Scorer, token_logps, without_trees
 from lib.training import adamw, Checkpoints, epoch_batches, learning_rate, Loop, rank_batches
 
 WHOLE, HALF = Sharding(), Sharding(dtype="bfloat16")
 
 
 def load(folder, sharding=WHOLE):
-    return common.load_scorer(str(folder), start(0), sharding)
+    return load_scorer(str(folder), start(0), sharding)
 
 
 def load_whole(folder):
-    return common.Scorer(load_model(str(folder), "cpu")[0])
+    return Scorer(load_model(str(folder), "cpu")[0])
 
 
 def refused_by_all(folder, message):
@@ -56,7 +62,7 @@ def items_of_trees(tokenizer):
 
 
 def a_batch(tokenizer):
-    return common.collate(items_of_trees(tokenizer))
+    return collate(items_of_trees(tokenizer))
 
 
 # --- shards and files
@@ -69,7 +75,7 @@ def test_a_loaded_scorer_is_the_model_in_float32(tmp_path, prefix, dtype):
     tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in weights(tmp_path).items()}
     set_weights(tmp_path, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()})
     results = []
-    for scorer in (load(tmp_path), common.Scorer(model.float())):
+    for scorer in (load(tmp_path), Scorer(model.float())):
         values = scorer(a_batch(tokenizer))
         results.append([values, *torch.autograd.grad(values.sum(), list(scorer.parameters()))])
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
@@ -88,7 +94,7 @@ def test_a_head_of_its_own_stays_although_the_config_ties_it(tiny, tmp_path, sha
     save_model(tmp_path / "saved", loaded.model, tiny[1])
     assert torch.equal(weights(tmp_path / "saved")["lm_head.weight"], tensors["lm_head.weight"])
     assert torch.equal(load_whole(tmp_path / "saved")(batch), expected)
-    assert (expected - common.Scorer(tiny[0])(batch)).abs().max() > 1
+    assert (expected - Scorer(tiny[0])(batch)).abs().max() > 1
     torch.testing.assert_close(loaded(batch), expected, atol=0.5 if sharding is HALF else 0, rtol=0)
 
 
@@ -118,7 +124,7 @@ def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(tmp_path):
 
 def test_log_probabilities_in_parts_are_those_of_all_logits(monkeypatch):
     """With bias, scale and cap, values and gradients. No tensor of all logits is made: their chunks are made again in
-    the backward pass or, on a GPU, their slopes are kept (models.RowValues, here on a CPU)."""
+    the backward pass or, on a GPU, their slopes are kept (RowValues, here on a CPU)."""
     torch.manual_seed(0)
     ids, factors = torch.randint(0, 300, (50,)), torch.randn(50)
     values = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((50, 16), (300, 16), (300,))]
@@ -127,14 +133,15 @@ def test_log_probabilities_in_parts_are_those_of_all_logits(monkeypatch):
     expected = torch.log_softmax(logits, -1)[range(50), ids]
     expected_gradients = torch.autograd.grad((expected * factors).sum(), values)
     sizes, linear = [], F.linear
-    monkeypatch.setattr(common.models, "float_sums", lambda hidden, *rest: sizes.append(len(hidden)) or linear(
-        hidden, *rest))
+    for module in (lib.fast, lib.load):
+        monkeypatch.setattr(module, "float_sums", lambda hidden, *rest: sizes.append(len(hidden)) or linear(
+            hidden, *rest))
     for is_fast, limit, largest, num_rows in (
             (False, 2 ** 26, 50, 50), (False, 300 * 7, 7, 100), (True, 300 * 7, 7, 50)):
-        monkeypatch.setattr(common.models, "has_fast_bfloat16", lambda *tensors, is_fast=is_fast: is_fast)
-        monkeypatch.setattr(common, "MAX_LOGITS", limit)
+        monkeypatch.setattr(lib.scorer, "has_fast_bfloat16", lambda *tensors, is_fast=is_fast: is_fast)
+        monkeypatch.setattr(lib.scorer, "MAX_LOGITS", limit)
         sizes.clear()
-        logps = common.token_logps(Projection(weight, bias, 1.3, 20.0), hidden, ids)
+        logps = token_logps(Projection(weight, bias, 1.3, 20.0), hidden, ids)
         torch.testing.assert_close(logps, expected)
         for found in zip(torch.autograd.grad((logps * factors).sum(), values), expected_gradients):
             torch.testing.assert_close(*found)
@@ -160,11 +167,11 @@ def test_grouped_queries_see_the_same_without_copies(tiny, monkeypatch, kind, op
                                                   vocab_size=781, num_attention_heads=4, num_key_value_heads=2,
                                                   **options))
     items = items_of_trees(tiny[1])
-    batch = common.collate(items if is_tree else list(map(common.without_trees, items)))
+    batch = collate(items if is_tree else list(map(without_trees, items)))
 
     def values():
         torch.manual_seed(0)                                         # of dropout
-        return common.Scorer(model)(batch)
+        return Scorer(model)(batch)
     expected = values()
     use_grouped_attention(model)
     torch.testing.assert_close(values(), expected)
@@ -176,12 +183,12 @@ def test_logits_are_not_rounded_to_bfloat16():
     nothing changes, bit for bit."""
     torch.manual_seed(0)
     head, hidden, ids = torch.nn.Linear(64, 300, bias=False), 8 * torch.randn(50, 64), torch.randint(0, 300, (50,))
-    assert torch.equal(common.token_logps(Projection(head.weight), hidden, ids),
+    assert torch.equal(token_logps(Projection(head.weight), hidden, ids),
                        -F.cross_entropy(head(hidden), ids, reduction="none"))
     head, hidden = head.bfloat16(), hidden.bfloat16().requires_grad_()
     expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
     rounded = -F.cross_entropy(head(hidden).float(), ids, reduction="none")
-    logps = common.token_logps(Projection(head.weight), hidden, ids)
+    logps = token_logps(Projection(head.weight), hidden, ids)
     assert logps.dtype == torch.float32
     assert (logps - expected).abs().max() < 1e-5 < 1e-2 < (rounded - expected).abs().max()
     logps.sum().backward()
@@ -194,8 +201,8 @@ def test_a_sharded_bfloat16_model_projects_in_float32(tiny):
     whole, batch = load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
     values = scorer(batch)
     projection = Projection(whole.get_output_embeddings().weight.float())
-    expected = common.action_logps(projection, common.hidden_states(whole, batch).float(), batch)
-    torch.testing.assert_close(common.Scorer(whole)(batch), expected, atol=1e-3, rtol=0)
+    expected = action_logps(projection, hidden_states(whole, batch).float(), batch)
+    torch.testing.assert_close(Scorer(whole)(batch), expected, atol=1e-3, rtol=0)
     torch.testing.assert_close(values, expected, atol=0.05, rtol=0)
     values.sum().backward()
     assert hasattr(scorer, "reshard") and all(p.grad.dtype == torch.float32 for p in scorer.parameters())
@@ -207,19 +214,20 @@ def print_memory(planned, rank, _):
     """Print the bytes that memory_plan says of a step (PlannedStep; rank: of an adapter), and those that torch's CPU
     allocator held at most in a real one by FSDP2: for one rank of a group whose other ranks are not there (their
     collectives do nothing)."""
-    common.models.has_fast_bfloat16 = lambda *tensors: False         # what is measured is on the CPU
+    for module in (lib.fast, lib.memory, lib.scorer):                # what is measured is on the CPU
+        module.has_fast_bfloat16 = lambda *tensors: False
     config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=8,
                          num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
     if rank:
         planned = planned._replace(lora=import_peft().LoraConfig(r=rank, target_modules="all-linear"))
-    plan = memory_plan(planned_model(config, planned), planned, common.token_logps)["total"]
+    plan = memory_plan(planned_model(config, planned), planned)["total"]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=planned.world_size)
 
     def step(width):
         half = width // 2
-        row = common.Row(list(range(width)), [-1] * half + [0] * (width - half), half if planned.tree else None)
+        row = Row(list(range(width)), [-1] * half + [0] * (width - half), half if planned.tree else None)
         for _ in range(1 + planned.accumulates):
-            scorer(common.collate([[row]] * planned.num_rows)).sum().backward()
+            scorer(collate([[row]] * planned.num_rows)).sum().backward()
         torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -229,7 +237,7 @@ def print_memory(planned, rank, _):
         if rank:
             add_adapter(model.to(getattr(torch, planned.sharding.dtype)), planned.lora)
         run = Runtime(0, planned.world_size, torch.device("cpu"))
-        scorer = common.models.shard(common.Scorer(model), run, planned.sharding)
+        scorer = lib.load.shard(Scorer(model), run, planned.sharding)
         optimizer = adamw(scorer.train(), 1e-4)
         step(8)                                                     # makes the optimiser's state
         step(planned.row_tokens)
@@ -287,7 +295,7 @@ def test_steps_by_hand(tmp_path, monkeypatch):
     monkeypatch.setattr("lib.training.add_costs", lambda **_: None)
     scorer = torch.nn.Linear(2, 1, bias=False).double().eval()
     weight = torch.nn.init.constant_(scorer.weight, 1.0).detach().clone()
-    example = common.Example([[common.Row([5], [0])]], [], "a")
+    example = common.Example([[Row([5], [0])]], [], "a")
     args = argparse.Namespace(out=tmp_path, epochs=4, seed=0, max_steps=None, lr=0.1, save_every=9, track=None)
     mean, square = torch.zeros(2, 1, 2, dtype=torch.float64)
     loop, rates = Loop(scorer, [example], 1, args, start(0)), [0.1, 0.1, 0.0775, 0.0325]
@@ -304,7 +312,7 @@ def test_steps_by_hand(tmp_path, monkeypatch):
 
 
 def test_ranks_draw_different_numbers_for_dropout_and_a_resumed_run_the_same(tmp_path):
-    example = common.Example([[common.Row([5], [0])]], [], "a")
+    example = common.Example([[Row([5], [0])]], [], "a")
     args = argparse.Namespace(out=tmp_path, epochs=3, seed=0, max_steps=None, lr=0.1, save_every=9, track=None)
     start(0)
 
@@ -335,7 +343,7 @@ def test_every_rank_makes_as_many_passes_over_the_same_batch():
     tokens = {7: [5], 3: [2, 30], 9: [6, 6], 1: [20], 4: [8]}         # by the longest row: 7, 9, 4, 1, 3
     examples = {}
     for i, lengths in tokens.items():
-        examples[i] = common.Example([[common.Row([0] * length, [0] * length) for length in lengths]], [], "a")
+        examples[i] = common.Example([[Row([0] * length, [0] * length) for length in lengths]], [], "a")
     for world_size, expected in ((1, [[[7, 9], [4, 1], [3]]]), (2, [[[7, 4], [3]], [[9, 1], [7]]]),
                                  (8, [[[7]], [[9]], [[4]], [[1]], [[3]], [[7]], [[7]], [[7]]])):
         ranks = [list(rank_batches(batch, examples, 2, Runtime(rank, world_size, "cpu"))) for rank in range(world_size)]

@@ -18,8 +18,9 @@ from colbench.browser import Browser, Render
 from compare import assert_same_steps
 from conftest import BASE, call, read, refused, run, stage, succeed, turns, write
 from lib.data import sight_of
-from lib.models import load_tokenizer
+from lib.load import load_tokenizer
 from lib.runtime import InputError
+from lib.scorer import action_outputs, collate, load_whole, Row, Scorer
 from lib.servers import visible_text
 from lib.vision import load_processor, load_vision, read_images, view_rows, views_of, vision_reply
 
@@ -95,7 +96,7 @@ def test_an_adapter_of_a_model_that_sees_is_applied(vlm, tmp_path):
 def seeing(vlm, tmp_path_factory):
     """(scorer, Sight) with a head that is not 0. Each page is rendered once."""
     model, processor = load_vision(str(vlm), "cpu")
-    scorer = common.Scorer(model, True, processor)
+    scorer = Scorer(model, True, processor)
     torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(1))
     sight, files = sight_of(processor, frontend, {"out": tmp_path_factory.mktemp("images") / "x"}), {}
 
@@ -134,8 +135,8 @@ def test_a_row_by_hand(seeing):
         f"\nThe page that they need:{picture}\nThe page that they get:{picture}<|im_end|>\n")
     assert images == (files[REFERENCE], files[WHITE])
     first, second = common.visual_item([(ids, images), (ids[:9], (None,))])
-    assert first == common.Row(ids, [0] * len(ids), None, images)
-    assert second == common.Row(ids[:9], [1] * 9, None, (None,))
+    assert first == Row(ids, [0] * len(ids), None, images)
+    assert second == Row(ids[:9], [1] * 9, None, (None,))
     ids, images = turn_row(sight, IDEA, "Which colour?", sees_c=False)
     assert images == (None,) and processor.decode(ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nThey get no page yet:<|vision_start|>"
@@ -157,7 +158,7 @@ def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seei
     items = [common.visual_item([turn_row(sight, IDEA, RED), turn_row(sight, long, WHITE)]),
              common.visual_item([turn_row(sight, IDEA, "Which colour?", sees_c=False)])]
     with torch.no_grad():
-        batch = common.collate(items)
+        batch = collate(items)
         values = scorer(batch)                                                            # (2, 2)
         for item, turn in ((0, 0), (0, 1), (1, 0)):
             row = items[item][turn]
@@ -168,7 +169,7 @@ def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seei
         assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
         assert values[1, 1] == 0
         for item, row in zip(items, values):
-            alone = common.action_outputs(scorer, [item], 1)[0]
+            alone = action_outputs(scorer, [item], 1)[0]
             torch.testing.assert_close(alone, row[:len(item)], atol=1e-5, rtol=1e-5)
 
 
@@ -209,7 +210,7 @@ def flags(dialogues, vlm, out, *more):
 
 
 def load(out):
-    return common.load_critic(common.read_critic(out, None, frontend), common.load_whole("cpu"))
+    return common.load_critic(common.read_critic(out, None, frontend), load_whole("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -1,144 +1,26 @@
-"""Models: chat templates, loading whole or split over ranks, what differs between families, adapters, saving."""
+"""Models: loading, whole or split over ranks, what differs between families, adapters, saving."""
 import bisect
 import collections
 import contextlib
 import copy
 import dataclasses
 import functools
-import hashlib
 import inspect
-import json
 import math
 import os
 import pathlib
-import re
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from colbench.schema import label, record
+from lib.fast import float_sums, takes_grouped_queries, use_grouped_attention
 from lib.runtime import files_digest, InputError, is_main, on_main, one_line, optional, read_json, say
+from lib.tokens import encode, render_chat
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = record({"base_model_name_or_path": label})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tokens and chat templates
-
-def encode(tokenizer, text):
-    """The ids of `text`; a lone surrogate, which tokenizers refuse, is read as "?"."""
-    return tokenizer(text.encode(errors="replace").decode(), add_special_tokens=False)["input_ids"]
-
-
-# The marks between which a model's thoughts stand
-THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
-
-
-@functools.lru_cache
-def unseen_ids(tokenizer):
-    """The ids of special tokens but for the marks of thoughts, which may be special, too (Mistral's)."""
-    marks = {mark for kind in THOUGHTS for mark in kind}
-    return {number for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special and token.content not in marks}
-
-
-def decode(tokenizer, ids):
-    """The text of ids as they were sampled, without special tokens but with the marks of thoughts (THOUGHTS)."""
-    seen = [number for number in ids if number not in unseen_ids(tokenizer)]
-    return tokenizer.decode(seen, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def continuation(tokenizer, prompt, text):
-    """The ids of `text` where it follows a prompt (text), as far as no token reaches over the border."""
-    read, whole = encode(tokenizer, prompt), encode(tokenizer, prompt + text)
-    if whole[:len(read)] == read:
-        return whole[len(read):]
-    return encode(tokenizer, text)
-
-
-@functools.lru_cache
-def special_tokens(tokenizer):
-    """A pattern for the first character of every text that becomes a control token."""
-    texts = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in texts) or "(?!)")
-
-
-def plain(tokenizer, text):
-    """The text, in which the name of a control token stays text: a zero-width space follows its first character."""
-    return special_tokens(tokenizer).sub(lambda match: match[0] + "\u200b", text)
-
-
-def plain_chat(tokenizer, chat):
-    """Messages whose contents (texts, or lists of texts and images) name no control token."""
-    messages = []
-    for message in chat:
-        content = message["content"]
-        if isinstance(content, str):
-            content = plain(tokenizer, content)
-        else:
-            content = [{**part, "text": plain(tokenizer, part["text"])} if "text" in part else part for part in content]
-        messages.append({**message, "content": content})
-    return messages
-
-
-def render_chat(tokenizer, chat, **options):
-    """The text of a chat (messages) by the template of a tokenizer or processor; InputError where the template fails.
-    Where it raises an error at a system message (Gemma 2's, Mistral's), the system prompt opens the first message of
-    the user, as in Gemma 3's. Contents are text alone (plain_chat)."""
-    text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    try:
-        return tokenizer.apply_chat_template(plain_chat(text_tokenizer, chat), tokenize=False, **options)
-    except Exception as error:                                      # a template can raise anything
-        if chat[0]["role"] == "system":
-            system, request, *rest = chat
-            opening = {**request, "content": f"{system['content']}\n\n{request['content']}"}
-            return render_chat(tokenizer, [opening, *rest], **options)
-        raise InputError(f"{text_tokenizer.name_or_path}: its chat template fails ({type(error).__name__}: "
-                         f"{one_line(error)})") from None
-
-
-@functools.lru_cache
-def tokenizer_name(tokenizer):
-    """A hash of what decides the ids of a dialogue: vocabulary and chat template, or several by their names. Saving a
-    tokenizer can change the order of these, and line ends, which a template reads alike."""
-    templates = tokenizer.chat_template
-    if not isinstance(templates, dict):
-        templates = {"default": str(templates)}
-    templates = {name: re.sub(r"\r\n?", "\n", templates[name]) for name in sorted(templates)}
-    if list(templates) == ["default"]:                              # is saved without its name
-        templates = templates["default"]
-    content = json.dumps([sorted(tokenizer.get_vocab().items()), templates])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-@functools.lru_cache
-def generation_cue(tokenizer):
-    """The text with which the template opens an agent's turn."""
-    chat = [{"role": "user", "content": "?"}]
-    plain = render_chat(tokenizer, chat, add_generation_prompt=False)
-    return render_chat(tokenizer, chat, add_generation_prompt=True).removeprefix(plain)
-
-
-@functools.lru_cache
-def end_of_turn(tokenizer):
-    """The id with which the template ends an agent's turn (of Gemma and Phi-3 it is not the tokenizer's eos_token); the
-    eos_token's where the template ends it with no such token."""
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Nothing"}]
-    _, message, ending = render_chat(tokenizer, chat).rpartition("Nothing")
-    ids = encode(tokenizer, ending.lstrip())
-    if message and ids and ids[0] in tokenizer.added_tokens_decoder:
-        return ids[0]
-    return tokenizer.eos_token_id
-
-
-def stop_ids(model, tokenizer):
-    """All ids that end a turn: the model's eos list, the tokenizer's and the template's."""
-    ids = model.generation_config.eos_token_id
-    if not isinstance(ids, list):
-        ids = [ids]
-    return sorted({*ids, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,55 +270,6 @@ def whole_model(name, dtype=torch.float32):
 # ---------------------------------------------------------------------------------------------------------------------
 # what differs between families of models: from hidden states to logits, and what their layers see
 
-def has_fast_bfloat16(*tensors):
-    """Whether a GPU multiplies bfloat16 like this into float32 sums. The meta device (--dry-run) stands for a GPU."""
-    return all(tensor.device.type in ("cuda", "meta") and tensor.dtype == torch.bfloat16 for tensor in tensors)
-
-
-def float_sums(hidden, weight):
-    """The product (n, V) float32 of states (n, H) and weights (V, H), whatever type they are in. Of bfloat16 a GPU
-    makes it ten times as fast as of float32, and as exact but for 2e-5 nats; it has no gradient then."""
-    if has_fast_bfloat16(hidden, weight):
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return F.linear(hidden.float(), weight.float())
-
-
-class RowValues(torch.autograd.Function):
-    """function(sums, *tensors) (N,), of which each number depends on its own row of float_sums(hidden, weight) and of
-    the tensors, made in `num_parts` parts. Its slope by that row is made at once and kept in the type of the weights:
-    the backward pass computes no logits again.
-
-    bias: None, or one (V,) that `function` adds to the sums"""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, function, num_parts, *tensors):
-        assert not any(tensor.requires_grad for tensor in tensors)
-        slopes = torch.empty(len(hidden), len(weight), dtype=weight.dtype, device=weight.device)
-        results = []
-        for part, states, *others in zip(*(tensor.chunk(num_parts) for tensor in (slopes, hidden, *tensors))):
-            sums = float_sums(states, weight).requires_grad_()                                    # (n, V)
-            with torch.enable_grad():
-                values = function(sums, *others)                                                  # (n,)
-                [slope] = torch.autograd.grad(values.sum(), sums)                                 # (n, V)
-            part.copy_(slope)
-            results.append(values.detach())
-        ctx.save_for_backward(hidden, weight, slopes)
-        ctx.num_inputs = 5 + len(tensors)
-        return torch.cat(results)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        hidden, weight, slopes = ctx.saved_tensors
-        gradient = gradient.to(weight.dtype)                                                      # (N,)
-        of_inputs = [None] * ctx.num_inputs
-        of_inputs[0] = (slopes @ weight) * gradient[:, None]                                      # (N, H)
-        if ctx.needs_input_grad[1]:                                 # not of a frozen model
-            of_inputs[1] = slopes.t() @ (hidden * gradient[:, None])                              # (V, H)
-        if ctx.needs_input_grad[2]:
-            of_inputs[2] = gradient @ slopes                                                      # (V,)
-        return tuple(of_inputs)
-
-
 class Projection(collections.namedtuple("Projection", "weight bias scale cap", defaults=(None, 1.0, None))):
     """What makes logits of last hidden states: weight (V, H), bias (V,) or None; their product is multiplied by `scale`
     and softly limited to -cap … cap (None: it is not)."""
@@ -495,7 +328,7 @@ def check_logits(model, name):
     logits = projection_of(model).logits(hidden)
     if (logits - expected).abs().max() > SAME_LOGITS[hidden.dtype] * expected.abs().max():
         raise InputError(f"{name}: a {model.config.model_type} model makes logits of its last hidden states in a way "
-                         "that is not known here (lib/models.py, projection_of); use another model")
+                         "that is not known here (lib/load.py, projection_of); use another model")
 
 
 # Families whose layers with a sliding window take a mask of ours; tests/test_families.py has all of them
@@ -505,7 +338,7 @@ WINDOWED = ("afmoe", "cohere2", "cwm", "exaone4", "exaone_moe", "gemma2", "gemma
 
 
 def takes_masks(model):
-    """Whether a model takes masks and positions of our choice, as trees (common.collate) and lib/engine.py need: all
+    """Whether a model takes masks and positions of our choice, as trees (scorer.collate) and lib/engine.py need: all
     layers see all earlier tokens, or a window that is known, by positions that are given."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     config = model.config.get_text_config()
@@ -532,47 +365,6 @@ def decoder_mask(model, window, is_seen, positions, key_positions):
     if getattr(model.config.get_text_config(), "layer_types", None) is None:
         return near                                                  # all layers are alike
     return {"full_attention": added(is_seen), "sliding_attention": near}
-
-
-MAX_GROUPED = 128               # numbers of a head that grouped_attention takes
-
-
-def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
-    """As transformers' "sdpa" with a mask that hides all later tokens. "sdpa" repeats the keys and values of grouped
-    queries and computes hidden scores, too; the kernel of an H100 for bfloat16 need not."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    takes_heads = query.shape[3] <= MAX_GROUPED and query.shape[3] % 8 == 0 and not dropout
-    takes_mask = attention_mask is not None and attention_mask.dtype == query.dtype     # bools: a sliding window's
-    if not takes_heads or not takes_mask or query.shape[2] == 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention     # checks nothing; F's takes no mask that is causal
-    output = attend(query, key, value, attention_mask, True, dropout, True, scale=scaling)[0]
-    return output.transpose(1, 2).contiguous(), None
-
-
-def takes_grouped_queries():
-    """Whether grouped_attention may call cuDNN's kernel on this GPU: where torch prefers it, too, not before cuDNN
-    9.15.1 (check_prefer_cudnn_attention in torch's sdp_utils.cpp)."""
-    return torch.cuda.get_device_capability()[0] in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
-
-
-def use_grouped_attention(model):
-    """Have a model compute with grouped_attention in the place of "sdpa"; families that lack this stay as they are."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-    AttentionInterface.register("grouped", grouped_attention)
-    AttentionMaskInterface.register("grouped", sdpa_mask)
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation("grouped")
-
-
-# On a GPU widths are multiples of this: kernels of attention take a tenth of a second to plan for each new shape.
-WIDTH_STEP = {"cuda": 32}
-
-
-def width_padding(width, device):
-    """How many tokens of padding rows of `width` tokens get on a device."""
-    return -width % WIDTH_STEP.get(torch.device(device).type, 1)
 
 
 def sliding_window(model):
@@ -621,7 +413,7 @@ def sharding_of(args):
 
 
 def shard(scorer, run, sharding):
-    """Make a module (common.Scorer) and its `model` ready for training: split, checkpointed and compiled as `sharding`
+    """Make a module (scorer.Scorer) and its `model` ready for training: split, checkpointed and compiled as `sharding`
     says. Returns the module."""
     if sharding.activation_checkpointing:
         checkpoint_layers(scorer.model)
@@ -693,7 +485,7 @@ def load_sharded(name, run, sharding, lora, build):
     gets its part of each tensor. What the module adds to the model has no values yet.
 
     lora    None, or a LoraConfig: the model is kept in sharding.dtype, frozen, and gets a new adapter
-    build   makes the module of the model (common.Scorer)"""
+    build   makes the module of the model (scorer.Scorer)"""
     dtype, tensors = getattr(torch, sharding.dtype) if lora else torch.float32, {}
     config, generation_config, buffers, shapes = read_whole(name, dtype, lora, sharding.seed, tensors)
     with torch.device("meta"):
@@ -739,7 +531,7 @@ def meta_model(config, dtype=torch.float32, **options):
 
 
 def load_head(head, folder):
-    """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
+    """Read turn_head.pt of a critic folder into a critic's head (scorer.Scorer), split over ranks or not."""
     with loading(folder):
         set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
 
@@ -964,7 +756,7 @@ def adapter_off(model):
             layer._disable_adapters = False
 
 
-# A common.Scorer whose model has its adapter off: the reference of what was trained from it, in no memory of its own
+# A scorer.Scorer whose model has its adapter off: the reference of what was trained from it, in no memory of its own
 WithoutAdapter = collections.namedtuple("WithoutAdapter", "scorer")
 
 

@@ -1,0 +1,446 @@
+"""Log-probabilities of actions, and a head's numbers: padded batches, trees and their mask, many items at once."""
+import collections
+import functools
+import hashlib
+import math
+import pathlib
+from collections import namedtuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from lib import vision
+from lib.fast import has_fast_bfloat16, RowValues, width_padding
+from lib.load import (
+    adapter_off,
+    add_adapter,
+    check_logits,
+    decoder_mask,
+    is_visual,
+    load_model,
+    load_sharded,
+    most_positions,
+    projection_of,
+    reads_images,
+    reshard,
+    sliding_window,
+    takes_masks,
+    without_adapter,
+    WithoutAdapter,
+)
+from lib.runtime import barrier, gather, InputError, is_main, say
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows of tokens
+
+# A row of tokens.
+# ids             token ids
+# turn_ids        of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
+#                 simulator, c). An action is what gets one log-probability: an agent's turn (critics, rft, sft), a
+#                 candidate (sweet), a whole dialogue (mtdpo: as_one_action); in examples/grpo.py a single token
+# prompt_length   None or, for a tree, the number of its prompt's tokens: several actions continue one prompt, which is
+#                 computed once; each action sees the prompt and itself
+# images          the image files (None: a black one) that a row of a visual critic shows; it is one action
+Row = namedtuple("Row", "ids turn_ids prompt_length images", defaults=(None, ()))
+
+
+def without_trees(item):
+    """The item with a row for each action of a tree."""
+    rows = []
+    for row in item:
+        if row.prompt_length is None:
+            rows.append(row)
+            continue
+        prompt = row.ids[:row.prompt_length]
+        for number in range(1 + max(row.turn_ids)):
+            action = [token for token, turn_id in zip(row.ids, row.turn_ids) if turn_id == number]
+            rows.append(Row(prompt + action, [-1] * len(prompt) + [number] * len(action)))
+    return rows
+
+
+def items_of(examples):
+    """All items of examples, in their order, as collate takes them."""
+    return [item for example in examples for item in example.items]
+
+
+def item_length(item):
+    """The number of tokens of the longest row of an item."""
+    return max(len(row.ids) for row in item)
+
+
+def num_positions(row):
+    """How many positions a row needs: one a token; for a tree, those of its prompt and its longest action."""
+    if row.images:                                                  # has positions of its own kind
+        return 0
+    if row.prompt_length is None:
+        return len(row.ids)
+    return row.prompt_length + max(collections.Counter(row.turn_ids[row.prompt_length:]).values())
+
+
+def num_actions(item):
+    return 1 + max(max(row.turn_ids) for row in item)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# batches
+#
+# In shapes: R rows, T tokens of the longest, B items, M most actions of an item, N action tokens, P pairs, H hidden
+# size, V vocabulary
+
+Batch = namedtuple("Batch", "ids positions turn_ids previous item_index lengths action_tokens mask images")
+
+
+def collate(items, device="cpu"):
+    """Pad items (each a list of rows) on the right to one Batch:
+
+    ids             (R, T) token ids, 0 where padded
+    positions       (R, T) position of each token; a tree's actions all begin where its prompt ends
+    turn_ids        (R, T) as of Row, -1 where padded
+    previous        (R, T) place of the token before; for the first token of a tree's action, of the prompt's last
+    item_index      (R,)   the item of each row
+    lengths         (B, M) number of tokens of each item's actions, 0 where it has no such action
+    action_tokens   (2, N) row and place of each token of an action
+    mask            None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)
+    images          of all rows, in their order"""
+    rows = [row for item in items for row in item]
+    item_index = [number for number, item in enumerate(items) for _ in item]
+    # Of a list of 2,000 numbers NumPy makes an array in a fifth of the time that torch takes.
+    ids = pad_sequence([torch.from_numpy(np.array(row.ids)) for row in rows], batch_first=True)
+    turn_ids = [torch.from_numpy(np.array(row.turn_ids)) for row in rows]
+    turn_ids = pad_sequence(turn_ids, batch_first=True, padding_value=-1)
+    padding = 0, width_padding(ids.shape[1], device)
+    ids, turn_ids = F.pad(ids, padding), F.pad(turn_ids, padding, value=-1)
+    num_rows, width = ids.shape
+    positions = torch.arange(width).repeat(num_rows, 1)
+    previous = positions - 1
+    most_actions = 1 + turn_ids.max().item()
+    lengths = torch.zeros(len(items), most_actions)
+    for r, row in enumerate(rows):
+        is_action = turn_ids[r] >= 0                                                      # (T,)
+        action_ids = turn_ids[r, is_action]
+        counts = torch.bincount(action_ids, minlength=most_actions)                       # (M,)
+        lengths[item_index[r]] += counts
+        if row.prompt_length is not None:                # a tree: its actions lie in the order of their numbers
+            begins = row.prompt_length + counts.cumsum(0) - counts                        # (M,) where actions begin
+            positions[r, is_action] += row.prompt_length - begins[action_ids]
+            previous[r, begins[counts > 0]] = row.prompt_length - 1
+            positions[r, len(row.ids):] = 0              # padding of a row that is longer than the model has positions
+    action_tokens = (turn_ids >= 0).nonzero().t()       # here: a GPU would have to end all work before it knew N
+    turn_ids = turn_ids.to(device)
+    tensors = [ids, positions, turn_ids, previous, torch.tensor(item_index), lengths, action_tokens]
+    tensors = [tensor.to(device) for tensor in tensors]
+    return Batch(*tensors, tree_mask(rows, turn_ids), images=[image for row in rows for image in row.images])
+
+
+def tree_mask(rows, turn_ids):
+    """Which tokens (fourth axis) each token (third) of a batch sees, (R, 1, T, T) bool. None where no row is a tree.
+
+    In a tree these are the tokens before it of its own action and of the prompt; else all tokens before it.
+    turn_ids: (R, T), as of collate."""
+    is_tree = torch.tensor([row.prompt_length is not None for row in rows])               # (R,)
+    if not is_tree.any():
+        return None
+    places = torch.arange(turn_ids.shape[1], device=turn_ids.device)                      # (T,)
+    lengths = torch.tensor([len(row.ids) for row in rows], device=turn_ids.device)        # (R,)
+    is_token = places < lengths[:, None]                                                  # (R, T)
+    branches = turn_ids.where(is_tree.to(turn_ids.device)[:, None], -1)                   # (R, T)
+    is_prompt = branches[:, None, :] == -1                                                # (R, 1, T)
+    same_branch = branches[:, None, :] == branches[:, :, None]                            # (R, T, T)
+    is_before = places <= places[:, None]                                                 # (T, T)
+    itself = places == places[:, None]                  # padding sees itself: a softmax over nothing is NaN
+    sees = (is_prompt | same_branch) & is_before & (is_token[:, None, :] | itself)        # (R, T, T)
+    return sees[:, None]
+
+
+def batch_pairs(examples):
+    """The pairs of several examples, whose items are numbered through as collate takes them, as a tensor (P, 2, 2):
+    of each pair the chosen and the rejected action, of each action its item and number.
+
+    For two examples of one item with pairs ((0, 0), (0, 1)) and ((0, 2), (0, 1)) it is
+        [[[0, 0], [0, 1]], [[1, 2], [1, 1]]]"""
+    pairs, first_item = [], 0
+    for example in examples:
+        for (chosen_item, chosen_action), (rejected_item, rejected_action) in example.pairs:
+            chosen = [first_item + chosen_item, chosen_action]
+            rejected = [first_item + rejected_item, rejected_action]
+            pairs.append([chosen, rejected])
+        first_item += len(example.items)
+    return torch.tensor(pairs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a batch: action_logps or action_values, (B, M)
+
+class Scorer(torch.nn.Module):
+    """A model that gives each action of a batch (collate) a number, (B, M); 0 where an item has no such action.
+
+    Without a head it is the action's log-probability (action_logps), with one the head's value (action_values).
+    03 and 04 call this, never the model (but to sample). Where it is split over the ranks, a call gathers what it
+    needs, and keeps part of it for the backward pass: without gradients call action_outputs, which frees that.
+
+    model      a causal language model, or one of the Qwen2-VL family
+    head       None, or a linear layer from a hidden state to one number
+    processor  of a model that sees images"""
+
+    def __init__(self, model, has_head=False, processor=None):
+        super().__init__()
+        self.model = model
+        self.processor = processor
+        self.takes_trees = takes_masks(model)
+        self.head = None
+        if has_head:
+            self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+            self.reset_head()
+            output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+            if output.weight is not embeddings.weight:
+                # It gets no gradients, and so no optimiser state; a run could not be resumed with it.
+                output.requires_grad_(False)
+
+    def collate(self, items, device):
+        """The Batch of items; without trees for a model that takes no masks of ours."""
+        if not self.takes_trees:
+            items = [without_trees(item) for item in items]
+        return collate(items, device)
+
+    def check_logits(self, name):
+        """lib.load.check_logits where the model's logits are used."""
+        if self.head is None and not is_visual(self.model):
+            check_logits(self.model, name)
+
+    def reset_head(self):
+        """An untrained head gives every action 0."""
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch, outputs_of=None):
+        """outputs_of: what a fork asks of (projection, hidden states, batch) in place of action_logps."""
+        if batch.images:
+            hidden = vision.hidden_states(self.model, self.processor, batch)              # (R, T, H)
+        else:
+            hidden = hidden_states(self.model, batch)                                     # (R, T, H)
+        if self.head is not None:
+            return action_values(self.head, hidden, batch)
+        outputs_of = outputs_of or action_logps
+        return outputs_of(projection_of(self.model), hidden, batch)
+
+
+def hidden_states(model, batch):
+    """The last hidden state of each token, (R, T, H)."""
+    mask = None                                   # rows are padded on the right: with causal attention no token sees it
+    if batch.mask is not None:
+        mask = decoder_mask(model, sliding_window(model), batch.mask, batch.positions, batch.positions)
+    positions, most = batch.positions, most_positions(model.config)
+    if positions.shape[1] > most:                                    # those of padding may have no place in the model
+        positions = positions.clamp(max=int(most) - 1)
+    output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    return output.last_hidden_state
+
+
+MAX_LOGITS = 2 ** 26                                                # in memory at a time, in float32
+MAX_SLOPES = 2 ** 31                                                # kept for the backward pass, in bfloat16
+
+
+def token_logps(projection, hidden, ids):
+    """Log-probabilities (N,) of the tokens `ids` (N,), each after the state `hidden` (N, H) of the token before it.
+
+    projection: the model's Projection. Logits are float32 sums, whatever states and weights are in: in bfloat16
+    a logit of 20 is rounded by .06, more than the advantages of many candidates differ."""
+    def logps_of(logits, ids):
+        return -F.cross_entropy(logits, ids, reduction="none")                                    # (n,)
+    return in_chunks(logps_of, projection, hidden, ids)
+
+
+def in_chunks(function, projection, hidden, *tensors):
+    """function(logits, *tensors) (N,) of the float32 logits (N, V) of states `hidden` (N, H) and of tensors (N, …), in
+    parts of about MAX_LOGITS logits; each number must depend on its own row alone, and the tensors get no gradient.
+    Where there are several parts, their logits are made again in the backward pass. In bfloat16 on a GPU
+    RowValues keeps up to MAX_SLOPES slopes instead."""
+    weight, bias, _, _ = projection
+    keeps_slopes = has_fast_bfloat16(hidden, weight) and torch.is_grad_enabled()
+
+    def num_parts(hidden, most):
+        return math.ceil(len(hidden) * len(weight) / most)
+
+    def of_sums(sums, *tensors):
+        return function(projection.finished(sums), *tensors)
+
+    def of_states(hidden, *tensors):
+        if keeps_slopes:
+            return RowValues.apply(hidden, weight, bias, of_sums, num_parts(hidden, MAX_LOGITS), *tensors)
+        return function(projection.logits(hidden), *tensors)
+    num_chunks = num_parts(hidden, MAX_SLOPES if keeps_slopes else MAX_LOGITS)
+    if num_chunks == 1:
+        return of_states(hidden, *tensors)
+    results = []
+    for chunk in zip(*(tensor.chunk(num_chunks) for tensor in (hidden, *tensors))):
+        results.append(checkpoint(of_states, *chunk, use_reentrant=False))
+    return torch.cat(results)
+
+
+def action_sums(batch, values):
+    """Sums of `values` (N,) or (N, H) of action tokens over each action, (B, M) or (B, M, H) float32."""
+    r, t = batch.action_tokens
+    shape = batch.lengths.shape + values.shape[1:]
+    sums = torch.zeros(shape, device=values.device)
+    place = batch.item_index[r], batch.turn_ids[r, t]                                   # item and action of a token
+    return sums.index_put(place, values, accumulate=True)
+
+
+def action_logps(projection, hidden, batch):
+    """The log-probability of each action, summed over its tokens (agent_turns), (B, M) float32.
+    hidden: (R, T, H). The vocabulary projection runs at action tokens alone."""
+    r, t = batch.action_tokens
+    before = hidden[r, batch.previous[r, t]]                                              # (N, H)
+    return action_sums(batch, token_logps(projection, before, batch.ids[r, t]))
+
+
+def action_values(head, hidden, batch):
+    """A head's number for each action, from the mean of its tokens' hidden states (R, T, H); (B, M) float32."""
+    r, t = batch.action_tokens
+    states = hidden[r, t].float()                                                         # (N, H)
+    lengths = batch.lengths.clamp(min=1)                                                  # (B, M)
+    means = action_sums(batch, states) / lengths[..., None]                               # (B, M, H)
+    values = F.linear(means, head.weight.float(), head.bias.float())                      # (B, M, 1)
+    return values.squeeze(-1) * (batch.lengths > 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# many items: action_outputs, [(actions,)]; example_outputs of examples, [[(actions,)]]; padded_outputs of some of these
+# again (B, M)
+
+def action_outputs(scorer, items, max_tokens):
+    """scorer(batch) of many items, in evaluation mode and without gradients: a list of float32 tensors (number of
+    actions of the item,).
+
+    Items go through it in batches of at most `max_tokens` padded tokens; a longer item is a batch of its own. If it is
+    split over the ranks, every rank must call this with the same items, and takes its part of the batches.
+    scorer: None, the reference of a critic with a head, whose initial values are 0; or a WithoutAdapter."""
+    if scorer is None:
+        return [torch.zeros(num_actions(item)) for item in items]
+    if isinstance(scorer, WithoutAdapter):
+        with adapter_off(scorer.scorer.model):
+            return action_outputs(scorer.scorer, items, max_tokens)
+    check_positions(items, scorer.model)
+    if not scorer.takes_trees:
+        items = [without_trees(item) for item in items]
+    chunks = chunks_of(items, max_tokens)
+    is_split = hasattr(scorer, "reshard")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
+    outputs = {}
+    was_training = scorer.training
+    scorer.eval()
+    starts = range(0, len(chunks), world_size)
+    for first in tqdm(starts, "tokens scored", unit="pass", leave=False, delay=10, disable=rank > 0):
+        # Ranks gather layers together, so all make equally many passes: a rank without a chunk repeats the last one.
+        chunk = chunks[min(first + rank, len(chunks) - 1)]
+        with torch.no_grad():
+            values = scorer(collate([items[i] for i in chunk], scorer.model.device)).cpu()      # (B, M)
+        for i, item_values in zip(chunk, values):
+            outputs[i] = item_values[:num_actions(items[i])].clone()
+    scorer.train(was_training)
+    reshard(scorer)
+    if world_size > 1:
+        for outputs_of_rank in gather(outputs):
+            outputs |= outputs_of_rank
+    return [outputs[i] for i in range(len(items))]
+
+
+class TooLong(InputError):
+    """More tokens than a model takes."""
+
+
+def check_positions(items, model):
+    """TooLong where a row goes on for more tokens than the model takes."""
+    most = most_positions(model.config)
+    longest = max((num_positions(row) for item in items for row in item), default=0)
+    if longest > most:
+        raise TooLong(f"{model.name_or_path}: takes {most:,.0f} tokens, and a prompt with its action has up to "
+                      f"{longest:,} (with c, for a critic); in training --max-length leaves out what is longer")
+
+
+def chunks_of(items, max_tokens):
+    """Lists of item numbers, the longest items first, so that a list padded has at most `max_tokens` tokens if it has
+    more than one item."""
+    lengths = [item_length(item) for item in items]
+    chunks, num_rows = [], 0
+    for i in sorted(range(len(items)), key=lambda i: -lengths[i]):
+        # the first item of a chunk is its longest
+        if chunks and (num_rows + len(items[i])) * lengths[chunks[-1][0]] <= max_tokens:
+            chunks[-1].append(i)
+            num_rows += len(items[i])
+        else:
+            chunks.append([i])
+            num_rows = len(items[i])
+    return chunks
+
+
+def example_outputs(scorer, examples, max_tokens):
+    """action_outputs of every example's items, each item once: a list of tensors (actions,) for each example."""
+    items = {id(item): item for item in items_of(examples)}         # trajectories are in several pairs
+    outputs = dict(zip(items, action_outputs(scorer, list(items.values()), max_tokens)))
+    results = []
+    for example in examples:
+        results.append([outputs[id(item)] for item in example.items])
+    return results
+
+
+def padded_outputs(outputs, device):
+    """The example_outputs of some examples as one tensor (B, M), 0 where an item has no such action."""
+    return pad_sequence([values for items in outputs for values in items], batch_first=True).to(device)
+
+
+def reference_logps(folder, scorer, examples, max_tokens):
+    """example_outputs under the initial weights: to be called before training.Loop loads the saved state of a resumed
+    run. They are kept in `folder`/ref.pt for a run that goes on with the same examples. With a head they are 0."""
+    path = pathlib.Path(folder) / "ref.pt"
+    digest = hashlib.sha256()
+    for item in items_of(examples):
+        digest.update(repr(item).encode())
+    kept = torch.load(path, weights_only=True) if path.exists() else {}
+    barrier()                                                        # all have read it
+    if kept.get("examples") == digest.hexdigest():
+        return kept["outputs"]
+    initial = None                                                   # a head begins at 0
+    if scorer.head is None:
+        initial = without_adapter(scorer)
+        say(f"reference log-probabilities of {len(examples):,} examples")
+    outputs = example_outputs(initial, examples, max_tokens)
+    if is_main():
+        partial = path.with_suffix(".partial")
+        torch.save({"examples": digest.hexdigest(), "outputs": outputs}, partial)
+        partial.rename(path)
+    return outputs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# loading
+
+def load_scorer(name, run, sharding, lora=None, has_head=False):
+    """A Scorer for training, or for scoring with a model that is too large for one rank: split over the ranks."""
+    processor = vision.load_processor(name) if reads_images(name) else None
+    build = functools.partial(Scorer, has_head=has_head, processor=processor)
+    scorer = load_sharded(name, run, sharding, lora, build)
+    if has_head:
+        scorer.reset_head()
+    scorer.check_logits(name)
+    reshard(scorer)
+    return scorer
+
+
+def load_whole(device, dtype="float32"):
+    """A `load` for load_critic: whole models on this rank."""
+    def load(name, lora=None, has_head=False):
+        processor = None
+        if reads_images(name):
+            model, processor = vision.load_vision(name, device, dtype)
+        else:
+            model, _ = load_model(name, device, dtype)
+        if lora:
+            add_adapter(model, lora, getattr(torch, dtype))            # as in a pass of a model that is split
+        return Scorer(model, has_head, processor)
+    return load
