@@ -126,3 +126,18 @@ class Graph:
         """What work() returns, until the next replay."""
         self.graph.replay()
         return self.result
+
+
+def compile_layers(model, layers):
+    """Have the layers of a model compiled when they are first called: one compilation for all layers and lengths."""
+    torch._dynamo.config.specialize_int = True                      # or the heads of FSDP2's layers vary in size
+    torch._dynamo.config.specialize_float = True                    # or a scaling by 1 stays
+    torch._dynamo.config.recompile_limit = 32                       # one row, or no gradients: a graph each
+    model.get_input_embeddings().register_forward_hook(ask_gradients)
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
+def ask_gradients(_, ids, states):
+    """A hook: the first layer's input has gradients like that of others, or it would be compiled apart with LoRA."""
+    return states.requires_grad_(torch.is_grad_enabled())

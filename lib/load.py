@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from colbench.schema import label, record
-from lib.fast import float_sums, takes_grouped_queries, use_grouped_attention
+from lib.fast import compile_layers, float_sums, takes_grouped_queries, use_grouped_attention
 from lib.runtime import files_digest, InputError, is_main, on_main, one_line, optional, read_json, say
 from lib.tokens import encode, render_chat
 
@@ -426,12 +426,7 @@ def shard(scorer, run, sharding):
         split(scorer, run, sharding)
     if sharding.compile:
         say("--compile: layers are compiled in the first pass, and once more when training begins")
-        torch._dynamo.config.specialize_int = True                  # or the heads of FSDP2's layers vary in size
-        torch._dynamo.config.specialize_float = True                # or a scaling by 1 stays
-        torch._dynamo.config.recompile_limit = 32                   # one row, or no gradients: a graph each
-        scorer.model.get_input_embeddings().register_forward_hook(ask_gradients)
-        for layer in layers_of(scorer.model):
-            layer.compile(dynamic=True)                             # one compilation for all layers and lengths
+        compile_layers(scorer.model, layers_of(scorer.model))
     return scorer
 
 
@@ -447,11 +442,6 @@ def checkpoint_layers(model):
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = checkpointed(layer, type(layer).forward)
-
-
-def ask_gradients(_, ids, states):
-    """A hook: the first layer's input has gradients like that of others, or it would be compiled apart with LoRA."""
-    return states.requires_grad_(torch.is_grad_enabled())
 
 
 def split(scorer, run, sharding):
