@@ -31,6 +31,18 @@ def test_training_curves_are_smoothed_by_hand():
     assert points([0, 2] * 20) == [list(range(1, 40)), [1] * 39]     # the mean of two
 
 
+def test_training_has_a_panel_a_number_and_losses_of_each_method_begin_at_one():
+    """So that those of a likelihood do not flatten those of preferences."""
+    histories = {"rft": [{"step": 1, "loss": 20.0, "nll": 2}, {"step": 2, "loss": 10.0, "nll": 1}],
+                 "sweet": [{"step": step, "loss": loss, "acc": 0.5} for step, loss in ((1, 0.7), (2, 0.63))]}
+    with rc_context(plots.STYLE):
+        loss, *others, legend = plots.training_panels(histories)
+    texts = [[text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+             for svg in (loss, legend)]
+    assert texts[0][-1] == "loss, as a share of its first value" and "1.0" in texts[0] and "0.5" in texts[0]
+    assert texts[1] == ["rft (loss 20 to 10)", "sweet (loss 0.7 to 0.63)"] and len(others) == 4
+
+
 HOSTILE = """</script><script>alert(1)</script><img src=x onerror='alert(2)'>"&amp;$\\frac$\u2028"""
 
 

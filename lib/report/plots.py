@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"       # of Okabe and Ito
 LOOKS = cycler(color=COLOURS * 5, linestyle=("-", "--", ":") * 10, marker=("o", "s", "D", "^", "v") * 6)     # of lines
-PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "nll of a chosen token",
-          "gnorm": "gradient norm"}
+PANELS = {"loss": "loss, as a share of its first value", "acc": "pair accuracy", "margin": "margin",
+          "nll": "nll of a chosen token", "gnorm": "gradient norm"}
 
 STYLE = {
     "svg.fonttype": "none",                                          # texts, in the page's font
@@ -72,31 +72,41 @@ def history_points(rows, key):
     return steps[width - 1:] / rows[-1]["step"], np.convolve(values, np.ones(width) / width, "valid")
 
 
-def training_svg(histories):
-    """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS, smoothed."""
-    figure = Figure((9, 5), layout="constrained")
-    *all_axes, last = figure.subplots(2, 3).flat
-    last.set_axis_off()
-    for axes, (key, title) in zip(all_axes, PANELS.items()):
+def training_panels(histories):
+    """An SVG for each of PANELS, smoothed, and one of the legend. histories: {name: rows of a metrics.jsonl}."""
+    svgs = []
+    for key, title in PANELS.items():
+        figure = Figure((5, 3.2), layout="constrained")
+        axes = figure.subplots()
         axes.set_prop_cycle(LOOKS)
         for name, rows in histories.items():
-            axes.plot(*history_points(rows, key), markersize=3, linewidth=1, markevery=0.2, label=name)
-        axes.set_title(title, fontsize=10)
+            shares, values = history_points(rows, key)
+            label = name
+            if key == "loss" and len(values):
+                label = f"{name} (loss {values[0]:.3g} to {values[-1]:.3g})"
+                values = values / values[0]                          # a likelihood's is many times a preference's
+            axes.plot(shares, values, markersize=4, linewidth=1.5, markevery=0.2, label=label)
+        if key == "loss":
+            legend = Figure((5, 3.2))
+            legend.legend(handles=axes.lines, loc="center", fontsize=11)
+        axes.set_title(title, fontsize=11)
         axes.set_xlabel("share of its steps")
-    figure.legend(handles=axes.lines, loc="outside right upper")
-    return as_svg(figure, "training")
+        axes.grid(axis="y")
+        svgs.append(as_svg(figure, f"training-{key}"))
+    return [*svgs, as_svg(legend, "training-legend")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 @rc_context(STYLE)
 def report_plots(metric, curves, histories):
-    """[(title, SVG, caption)] of the report. curves: as curve_figure's; histories: as training_svg's."""
+    """[(title, SVG, caption)] of the report. curves: as curve_figure's; histories: as training_panels'."""
     plots = []
     if curves:
         svg = as_svg(curve_figure(curves, metric, "N"), "curve")
         plots.append(("Curves", svg, "The methods that are named LABEL@N."))
     if histories:
-        plots.append(("Training", training_svg(histories), "metrics.jsonl of each model, smoothed; steps of different "
-                      "methods differ in number and size. The gradient norm is that before clipping."))
+        panels = f'<div class="panels">{"".join(training_panels(histories))}</div>'
+        plots.append(("Training", panels, "metrics.jsonl of each model, smoothed; steps of different methods differ in "
+                      "number and size. The gradient norm is that before clipping."))
     return plots
