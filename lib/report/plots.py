@@ -82,7 +82,7 @@ def training_panels(histories):
         for name, rows in histories.items():
             shares, values = history_points(rows, key)
             label = name
-            if key == "loss" and len(values):
+            if key == "loss" and min(values, default=0) > 0:
                 label = f"{name} (loss {values[0]:.3g} to {values[-1]:.3g})"
                 values = values / values[0]                          # a likelihood's is many times a preference's
             axes.plot(shares, values, markersize=4, linewidth=1.5, markevery=0.2, label=label)
