@@ -34,6 +34,7 @@ import re
 import warnings
 
 from colbench import ColBenchError, domain_of, DOMAINS, in_split, make_tasks, published, SPLITS, task_id, written
+from colbench.schema import open_lines
 from colbench.scorer import check_tasks, Scorer
 from lib import data, flags, runtime
 from lib.runtime import begin_output, InputError, is_done, read_jsonl, Rows, run_stage, say, start, write_jsonl
@@ -63,7 +64,9 @@ def counted(items):
 
 def read_seed_texts(path):
     """The texts of a JSONL file of {"text"}, or the paragraphs of a plain one."""
-    if str(path).removesuffix(".gz").endswith(".jsonl"):
+    with open_lines(path) as file:
+        is_jsonl = file.readline().lstrip().startswith(b"{")
+    if is_jsonl:
         texts = [row["text"] for row in read_jsonl(path, {"text": str})]
     else:
         texts = re.split(r"\n\s*\n", runtime.read_text(path))

@@ -164,21 +164,28 @@ def best_topics(texts, message):
     return tuple(longest[:2])
 
 
-DOES_NOT_KNOW = re.compile(r"(?:\bnot|\bcannot|n['’]t)\b[^.!?;,]*\b(?:know|sure|certain|say|tell)\b|"
-                           r"\bno idea\b|\bunsure\b|\bunknown\b", re.IGNORECASE)
+DOES_NOT_KNOW = re.compile(
+    r"(?:\bnot|\bcannot|n['’]t)\b[^.!?;,]*\b(?:know|known|sure|certain|say|tell|have|help|answer|remember|recall|"
+    r"specif\w+|defined?|mention\w*|stated?|clear)\b|\bno (?:idea|preference|information|opinion)\b|\bunsure\b|"
+    r"\bunknown\b|\bunspecified\b|\bdunno\b|\bn/a\b|\bup to you\b|\byou (?:can )?(?:decide|choose)\b", re.IGNORECASE)
+# What is said to the agent, not of the task
+COURTESY = re.compile(r"\b(?:let me know|thanks?|please ask|feel free|happy to|anything else|other questions)\b|"
+                      r"^(?:sorry|okay|ok|sure)\W*$", re.IGNORECASE)
 
 
 def facts_answered(facts, message, reply):
     """Which facts (indices) a message asks about and the reply answers.
 
-    It answers if a sentence of it neither says that the user does not know nor asks back; but not the facts of which a
-    sentence says that. Whether it is right nobody checks."""
+    It answers if a part of a sentence of it neither says that the user does not know, nor asks back, nor is a courtesy;
+    but not the facts of which a part says that. Whether it is right nobody checks."""
     refusals, answers = [], []
     for sentence in re.split(r"(?<=[.!?])\s+|\n", reply):
-        if DOES_NOT_KNOW.search(sentence):
-            refusals.append(sentence)
-        elif sentence.strip() and not sentence.rstrip().endswith("?"):
-            answers.append(sentence)
+        parts = [] if sentence.rstrip().endswith("?") else re.split(r"[;,]\s+(?:and |but )?", sentence)
+        for part in parts:
+            if DOES_NOT_KNOW.search(part):
+                refusals.append(part)
+            elif part.strip() and not COURTESY.search(part):
+                answers.append(part)
     if not answers:
         return []
     refused = topics_asked(facts, " ".join(refusals)) if refusals else []

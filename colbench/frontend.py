@@ -44,15 +44,14 @@ def shown(message):
 
 # A document begins where another tag follows: prose names <html>, too. What stands in RAW is text, whatever it says.
 START = r"<(?:!doctype|html)\b[^<>]*>(?:\s|<!--.*?-->)*+(?:<html\b[^<>]*>)?(?=\s*(?:<|\Z))"
-RAW = "|".join((
-    r"<!--.*?(?:-->|\Z)",
-    r"<(?P<raw>script|style|textarea|title|pre|code)\b[^>]*>.*?(?:</(?P=raw)\s*>|\Z)",
-    r"""<[a-z](?:=\s*+(?:"[^"]*+(?:"|\Z)|'[^']*+(?:'|\Z))|[^>])*+"""))         # a tag, whose values may hold tags
+RAW = {kind: rf"<{kind}\b[^>]*>.*?(?:(?P<{kind}_end></{kind}\s*>)|\Z)"
+       for kind in ("script", "style", "textarea", "title", "pre", "code")}
+RAW |= {"comment": r"<!--.*?(?:(?P<comment_end>-->)|\Z)",           # and a tag, whose values may hold tags
+        "tag": r"""<[a-z](?:=\s*+(?:"[^"]*+(?:"|\Z)|'[^']*+(?:'|\Z))|[^>])*+(?:(?P<tag_end>>)|\Z)"""}
 OPENS = r"(?<![`~])(?P<fence>```++|~~~++)[^\n`~]*\n"
 BEGIN = re.compile(rf"{OPENS}(?=\s*<[!?a-z])|{START}", re.DOTALL | re.IGNORECASE)
 CLOSE = r"(?P<close>(?:^[ \t]*|(?<=>)){fence}[`~]*[ \t]*$)"
 NEVER = "(?!)"
-IN_PAGE = rf"(?P<start>(?:{OPENS}\s*)?{START})|(?P<end></html\s*>)|{RAW}"
 DOCUMENT = re.compile(r"<(?:!doctype|html)\b.*", re.DOTALL | re.IGNORECASE)
 TO_ITS_END = re.compile(r".*</html\s*>", re.DOTALL | re.IGNORECASE)
 OPENING_TAG = re.compile(r"<([a-z][a-z0-9]*)\b[^>]*>", re.IGNORECASE)
@@ -78,27 +77,40 @@ def page_of(text):
 
 def pages_in(text):
     """The documents in a text, and the fenced blocks that begin with a tag."""
-    pages, position = [], 0
+    pages, position, kinds = [], 0, tuple(RAW)
     while begin := BEGIN.search(text, position):
         first = begin.end() if begin["fence"] else begin.start()
-        last, position = end_of_page(text, first, begin["fence"])
+        last, position, kinds = end_of_page(text, first, begin["fence"], kinds)
         pages.append(text[first:last].strip())
     return pages
 
 
-def end_of_page(text, first, fence):
-    """(Where the page ends that begins at `first`, behind this fence or None; where to look for the next).
+@functools.cache
+def parts_of_page(fence, kinds):
+    """A pattern for what says where a page ends that is in a fence (or None), and for RAW text of some kinds."""
+    raw = "".join(f"|(?P<{kind}>{RAW[kind]})" for kind in kinds)
+    pattern = rf"{CLOSE.format(fence=fence or NEVER)}|(?P<start>(?:{OPENS}\s*)?{START})|(?P<end></html\s*>){raw}"
+    return re.compile(pattern, re.DOTALL | re.IGNORECASE | re.MULTILINE)
+
+
+def end_of_page(text, first, fence, kinds):
+    """(Where the page ends that begins at `first`, behind this fence or None; where to look for the next; the kinds of
+    RAW that may still end in the text, of `kinds`). What nothing ends is no raw text: a <code> in a sentence, say.
 
     A fence ends at a line of its own, or behind a tag at the end of a line. In a document it is text; it ends only one
     that has no </html>."""
-    pattern = f"{CLOSE.format(fence=fence or NEVER)}|{IN_PAGE}"
-    parts = re.compile(pattern, re.DOTALL | re.IGNORECASE | re.MULTILINE)
     is_in_document, document_end, close, end = False, None, None, len(text)
-    for part in parts.finditer(text, first):
-        if part["start"] and (is_in_document or document_end):      # another document
+    position = first
+    while part := parts_of_page(fence, kinds).search(text, position):
+        position = part.end()
+        raw = next((kind for kind in kinds if part[kind]), None)
+        if raw and not part[f"{raw}_end"]:
+            kinds = tuple(kind for kind in kinds if kind != raw)
+            position = part.start() + 1
+        elif part["start"] and (is_in_document or document_end):     # another document
             end = part.start()
             break
-        if part["start"]:
+        elif part["start"]:
             is_in_document = True
         elif part["end"]:
             is_in_document, document_end, close = False, part.end(), None
@@ -109,9 +121,9 @@ def end_of_page(text, first, fence):
             if not is_in_document:
                 break
     if close:
-        return close.start("close"), close.end()
+        return close.start("close"), close.end(), kinds
     end = document_end or end
-    return end, end
+    return end, end, kinds
 
 
 def elements_of(text):

@@ -22,6 +22,9 @@ MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score
 Score = namedtuple("Score", "tests gradeable faults failed")
 # What it lends to answers, the Tests, and how much floats may differ
 Reference = namedtuple("Reference", "imports tests tolerance")
+# What the verdicts on an answer depend on: the reference, the calls of the tests, and how much floats may differ by the
+# rounding of numbers that the results do not show (None: they show them)
+Key = namedtuple("Key", "code calls rounding")
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
           "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",
           "rlimits": "resource limits alone, as --unsafe-scorer asks: untrusted code can read and write your files"}
@@ -87,7 +90,7 @@ class Scorer:
             return self.for_each(self.score_published, pairs)
         for key in self.learn_references(key for key, _ in pairs):
             if not any(test.is_gradeable for test in self.references[key].tests):
-                log.warning(f"scorer: no test can be graded of {shortened(key[0])!r}")
+                log.warning(f"scorer: no test can be graded of {shortened(key.code)!r}")
         return self.for_each(self.score_one, pairs)
 
     def reference_results(self, tasks):
@@ -115,8 +118,8 @@ class Scorer:
 
     def reference(self, children, key):
         """The Reference of a task; what does not certainly ask an answer something is also put to an empty answer."""
-        child, (code, *calls) = children[0], key
-        tests = list(map(Test, calls))
+        child, code = children[0], key.code
+        tests = list(map(Test, key.calls))
         results, sent = self.reference_results_of(child, code, [test.whole for test in tests])
         names = names_of(sent or [])
         imports = [item for item in sent or [] if item[0] in names.lent]
@@ -130,7 +133,7 @@ class Scorer:
                 test.settle(result, rest_result)
 
         gradeable = [test for test in tests if test.is_gradeable]
-        tolerance = tolerance_of([number for test in gradeable for number in test.numbers()])
+        tolerance = tolerance_of([number for test in gradeable for number in test.numbers()], key.rounding)
         for test in gradeable:
             test.judge(tolerance)
         doubtful = [test for test in tests if test.is_gradeable and test.is_doubtful(names)]
@@ -213,9 +216,8 @@ class Scorer:
         return best
 
     def score_published(self, children, key, answer):
-        reference, *calls = key
-        results, _ = children[1].run(answer, calls, self.time_limit_s, reference=reference)
-        return score_of(results, [["ok", 1]] * len(calls), EXACT)   # its verdict is a result, 1 for a pass
+        results, _ = children[1].run(answer, list(key.calls), self.time_limit_s, reference=key.code)
+        return score_of(results, [["ok", 1]] * len(results), EXACT)  # its verdict is a result, 1 for a pass
 
 
 def num_cores():
@@ -223,8 +225,8 @@ def num_cores():
 
 
 def key_of(task):
-    """What the verdicts on an answer depend on: (reference, call, call …)."""
-    return (task["ground_truth"], *task["test_cases"].values())
+    """The Key of a task."""
+    return Key(task["ground_truth"], tuple(task["test_cases"].values()), task.get("rounding"))
 
 
 def started_threads(number):

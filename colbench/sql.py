@@ -12,8 +12,8 @@ the database shows ("by": "look"). In each round the agent does one of three thi
 The answer (sql_text.py finds the query in it) is run on hidden databases, the reward is the share of them on which it
 gives the rows of the reference. The databases are drawn until likely mistakes show (sql_mutants.py). Rows are a
 multiset, and a list where the reference ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0, and
-fractions are compared as the scorer compares floats; below 5e-10 they are 0. All SQL of an agent runs in the scorer's
-confined child program (sql_child.py).
+fractions may differ by 1e-12 of themselves, by 5e-10, and by what the order of a sum changes (rounding_of). All SQL of
+an agent runs in the scorer's confined child program (sql_child.py).
 """
 import collections
 import contextlib
@@ -32,7 +32,7 @@ from colbench.schema import list_of, one_of, record, table_of
 from colbench.sql_child import canonical, open_database, select
 from colbench.sql_mutants import agreeing, mutants_of, open_empty
 from colbench.sql_text import is_ordered, LOOK, statement_of, with_ties
-from colbench.values import encode, equal_values
+from colbench.values import encode, equal_values, ROUNDING, tolerance_of
 
 NOUN = "query"
 COLUMNS = (
@@ -381,7 +381,17 @@ def as_function_task(task):
     hidden = task["databases"][1:]
     reference = program(task, hidden, task["ground_truth"])
     tests = {f"database{number + 1}": f"result({number})" for number in range(len(hidden))}
-    return {**task, "ground_truth": reference, "test_cases": tests}
+    return {**task, "ground_truth": reference, "test_cases": tests, "rounding": rounding_of(hidden)}
+
+
+def rounding_of(databases):
+    """How much sums over the fractions of a database may differ by their order, or by rounding to 9 decimals."""
+    largest = 0.0
+    for tables in databases:
+        rows = itertools.chain(*tables.values())
+        cells = [abs(cell) for cell in itertools.chain(*rows) if isinstance(cell, float)]
+        largest = max(largest, sum(cells))
+    return max(5e-10, ROUNDING * largest)
 
 
 def as_functions(task, answer):
@@ -565,7 +575,8 @@ def doubt_of(task):
             with contextlib.suppress(sqlite3.Error, ValueError):    # of a compound query tie() is no column
                 results.append(canonical(*select(connection, query), is_ordered(reference)))
             connection.close()
-        if not all(equal_values(encode(result), encode(results[0])) for result in results):
+        tolerance = tolerance_of([], rounding_of([tables]))
+        if not all(equal_values(encode(result), encode(results[0]), tolerance) for result in results):
             return f"database{number}: the reference leaves the order of its rows open: ties of ORDER BY, or LIMIT"
     return None
 

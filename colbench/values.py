@@ -234,10 +234,12 @@ def numbers_in(data):
     return [abs(data)] if type(data) is float and math.isfinite(data) else []
 
 
-def tolerance_of(numbers):
+def tolerance_of(numbers, rounding=None):
     """How much floats may differ by rounding in a task with these numbers. Where numbers cancel, what is left is off
-    by the rounding of the largest."""
-    return RELATIVE, min(MAX_ROUNDING, ROUNDING * max(numbers, default=0.0))
+    by the rounding of the largest. rounding: how much that is, where `numbers` are not those that cancel."""
+    if rounding is None:
+        rounding = min(MAX_ROUNDING, ROUNDING * max(numbers, default=0.0))
+    return RELATIVE, rounding
 
 
 def real(data):

@@ -604,7 +604,10 @@ def check_base(folder):
     """InputError where an adapter's base has another fingerprint than when the adapter was trained; one that other
     programs made has none."""
     from safetensors import safe_open
-    with loading(folder), safe_open(pathlib.Path(folder) / ADAPTER_WEIGHTS, "pt") as file:
+    path = pathlib.Path(folder) / ADAPTER_WEIGHTS
+    if not path.exists():
+        return
+    with loading(folder), safe_open(path, "pt") as file:
         known = (file.metadata() or {}).get("base_fingerprint")
     check_weights(folder, base_of(folder), known)
 

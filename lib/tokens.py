@@ -7,6 +7,7 @@ import pathlib
 import re
 
 from colbench import domain_of
+from colbench.extract_code import QUOTES, without_thoughts
 from colbench.schema import record
 from lib.runtime import InputError, is_main, one_line, read_json, say, write_json
 
@@ -81,31 +82,26 @@ def strip_thoughts(text, prompt=None):
 
     prompt: None where it is not known (a server's): it has then opened a thought whose end alone is there."""
     text = text.strip()
-    for begin, end in THOUGHTS:
-        if prompt is None:
-            is_opened = has_lone_end(text, begin, end)
-        else:
-            is_opened = prompt.rstrip().endswith(begin)
-        if is_opened:
+    if prompt is None and not any(begin in text for begin, _ in THOUGHTS):
+        return without_thoughts(text).strip()
+    for begin, _ in THOUGHTS:
+        if prompt and prompt.rstrip().endswith(begin):
             text = begin + text
     while marks := [marks for marks in THOUGHTS if text.startswith(marks[0])]:
         [(_, end)] = marks
-        _, _, text = text.partition(end)
-        text = text.strip()
+        text = text[end_of_thought(text, end):].strip()
     return text
 
 
-def has_lone_end(text, begin, end):
-    """Whether a text has a mark for the end of thoughts, but none before it for their beginning. One beside a quotation
-    mark, between words or in a string of several lines only mentions it."""
-    mark, quote = re.escape(end), "[\"'`]"
-    behind_words = rf"(?:^[ \t]*|(?<!\s)(?<!{quote})){mark}(?!{quote})"
-    ends_line = rf"(?<!{quote}){mark}[ \t]*$"
-    lone_end = re.search(f"{behind_words}|{ends_line}", text, re.MULTILINE)
-    if lone_end is None:
-        return False
-    before = text[:lone_end.start()]
-    return begin not in before and before.count('"""') % 2 == 0
+def end_of_thought(text, end):
+    """Where what follows the thought at the beginning of a text stands: behind the first mark `end` that is not between
+    quotation marks, as a thought about thoughts names it, else behind the first."""
+    ends = list(re.finditer(re.escape(end), text))
+    for match in ends:
+        before, behind = text[match.start() - 1], text[match.end():match.end() + 1]
+        if before != behind or before not in QUOTES:
+            return match.end()
+    return ends[0].end() if ends else len(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -117,6 +117,20 @@ def test_sums_of_large_amounts_may_differ_by_rounding(environment):
     assert (right["reward"], wrong["reward"]) == (1, 0)
 
 
+def test_sums_that_cancel_may_differ_by_the_rounding_of_what_they_sum(environment):
+    draw, databases = random.Random(0), []
+    for _ in range(6):
+        prices = [round(draw.uniform(100, 50_000), 2) for _ in range(300)]
+        rows = [[number, price, round(price + draw.uniform(-5, 5), 2)] for number, price in enumerate(prices)]
+        databases.append({"orders": rows})
+    task = {"schema": "CREATE TABLE orders (id INTEGER PRIMARY KEY, price REAL, cost REAL);", "databases": databases,
+            "ground_truth": "SELECT SUM(price) - SUM(cost) FROM orders", "problem_description": "?"}
+    answers = [f"SELECT {column} FROM orders" for column in (
+        "SUM(price - cost)", "ROUND(SUM(price - cost), 2)", "SUM(price - cost) + 0.01")]
+    assert [score["reward"] for score in asyncio.run(environment.score([(task, answer) for answer in answers]))] == [
+        1, 1, 0]
+
+
 def test_tables_are_equal_if_an_order_of_their_columns_makes_them_so():
     rng = random.Random(0)
     for _ in range(150):
