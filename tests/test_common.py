@@ -175,7 +175,8 @@ def test_action_logps_in_batches_against_a_plain_softmax(tiny):
     ("a</think>s.split('</think>')", "<think>", "s.split('</think>')"),
     ("thought</think>b", "<think>", "b"), ("<think>I split at '</think>' then.\n</think>\nWhat?", "x", "What?"),
     ("I split at `</think>`.\n</think>\nWhat?", "<think>", "What?"), ("Its name is `x`</think>\nWhat?", None, "What?"),
-    ("I split at '</think>' then.\n</think>\nWhat?", None, "What?"), ('A """docstring.\n</think>\nWhat?', None, "What?"),
+    ("I split at '</think>' then.\n</think>\nWhat?", None, "What?"),
+    ('A """docstring.\n</think>\nWhat?', None, "What?"),
     *((code, None, code) for code in (
         f"{backend.MARKER}\ndef f(t):\n    # behind </think>\n    return t",
         f"{backend.MARKER}\ndef f(t):\n    '''Cut at\n    </think>\n    '''\n    return t",
