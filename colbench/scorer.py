@@ -132,8 +132,11 @@ class Scorer:
             for test, result, rest_result in zip(unsettled, results, rest_results):
                 test.settle(result, rest_result)
 
+        numbers = []
         gradeable = [test for test in tests if test.is_gradeable]
-        tolerance = tolerance_of([number for test in gradeable for number in test.numbers()], key.rounding)
+        for test in gradeable:
+            numbers += test.numbers()
+        tolerance = tolerance_of(numbers, key.rounding)
         for test in gradeable:
             test.judge(tolerance)
         doubtful = [test for test in tests if test.is_gradeable and test.is_doubtful(names)]
@@ -151,8 +154,12 @@ class Scorer:
         results, sent = child.run(code, calls + calls[::-1], self.time_limit_s, renewed=len(calls))
         if results == results[::-1]:
             return results[:len(calls)], sent
-        first, second = [[child.run(code, [call], self.time_limit_s)[0][0] for call in calls] for _ in range(2)]
-        return [result if result == again else ["error", NOT_TWICE] for result, again in zip(first, second)], sent
+        results = []
+        for call in calls:
+            (result,), _ = child.run(code, [call], self.time_limit_s)
+            (again,), _ = child.run(code, [call], self.time_limit_s)
+            results.append(result if result == again else ["error", NOT_TWICE])
+        return results, sent
 
     def clean_results(self, child, code, calls, imports):
         """What calls give on an answer, each as if it were the first.
@@ -162,13 +169,16 @@ class Scorer:
         What has taken too long is no difference, and does not run again."""
         if len(calls) < 2:
             return child.run(code, calls, self.time_limit_s, imports)[0]
-        results, _ = child.run(code, calls + calls[::-1], self.time_limit_s, imports, renewed=len(calls))
-        results, reversed_results = results[:len(calls)], results[len(calls):][::-1]
-        is_late = [result in TIME_LIMITS or again in TIME_LIMITS for result, again in zip(results, reversed_results)]
-        if all(late or result == again for late, result, again in zip(is_late, results, reversed_results)):
-            return results
-        return [result if late else child.run(code, [call], self.time_limit_s, imports)[0][0]
-                for call, result, late in zip(calls, results, is_late)]
+        both_orders, _ = child.run(code, calls + calls[::-1], self.time_limit_s, imports, renewed=len(calls))
+        results, reversed_results = both_orders[:len(calls)], both_orders[len(calls):][::-1]
+        in_time = []
+        for number, pair in enumerate(zip(results, reversed_results)):
+            if not any(limit in pair for limit in TIME_LIMITS):
+                in_time.append(number)
+        if any(results[number] != reversed_results[number] for number in in_time):
+            for number in in_time:
+                (results[number],), _ = child.run(code, [calls[number]], self.time_limit_s, imports)
+        return results
 
     def rest_results(self, child, tests, results, imports):
         """What is left of tests gives with the values of what they asked, `results`: of each test ["ok", value] or
@@ -186,15 +196,20 @@ class Scorer:
     def score_one(self, children, key, answer):
         imports, tests, tolerance = self.references[key]
         gradeable = [test for test in tests if test.is_gradeable]
-        results = self.clean_results(children[1], answer, [test.asked for test in gradeable], imports)
-        rest_results = self.rest_results(children[0], gradeable, results, imports)
-        result_of = {test: test.result(*both) for test, *both in zip(gradeable, results, rest_results)}
-        score = score_of([result_of.get(test, test.value) for test in tests], [test.value for test in tests], tolerance)
-        asked_of = dict(zip(gradeable, results))
+        asked = self.clean_results(children[1], answer, [test.asked for test in gradeable], imports)
+        result_of = dict(zip(gradeable, self.results_of(children[0], gradeable, asked, imports)))
+        results = [result_of.get(test, test.value) for test in tests]
+        score = score_of(results, [test.value for test in tests], tolerance)
+        asked_of = dict(zip(gradeable, asked))
         for test, fault in zip(tests, score.faults):
             if fault and len(score.failed) < MAX_FAILED:
                 score.failed.append(failed_test(test, asked_of.get(test), fault))
         return score
+
+    def results_of(self, child, tests, asked, imports):
+        """What tests give, ["ok", value] or ["error", reason] each, where an answer gave `asked` for what they ask."""
+        rest_results = self.rest_results(child, tests, asked, imports)
+        return [test.result(result, rest_result) for test, result, rest_result in zip(tests, asked, rest_results)]
 
     def best_constants(self, tasks):
         """For each task (the constant that passes most of its tests, where all that is asked gives it; how many)."""
@@ -205,11 +220,13 @@ class Scorer:
     def best_constant(self, children, key):
         imports, tests, tolerance = self.references[key]
         gradeable = [test for test in tests if test.is_gradeable]
+        values = {}
+        for test in gradeable:
+            values |= {json.dumps(value): value for value in test.asked_on_reference}
         best = None, 0
-        for value in {json.dumps(value): value for test in gradeable for value in test.asked_on_reference}.values():
-            results = [["ok", test.as_asked([value] * len(test.asks))] for test in gradeable]
-            rest_results = self.rest_results(children[0], gradeable, results, imports)
-            results = [test.result(*both) for test, *both in zip(gradeable, results, rest_results)]
+        for value in values.values():
+            asked = [["ok", test.as_asked([value] * len(test.asks))] for test in gradeable]
+            results = self.results_of(children[0], gradeable, asked, imports)
             num_passed = sum(score_of(results, [test.value for test in gradeable], tolerance).tests)
             if num_passed > best[1]:
                 best = value, num_passed
