@@ -317,14 +317,17 @@ def pairs_of(rows, tokenizer, args, run, choose=candidate_pairs):
         write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
     fitting = [pair for pair in pairs if pair_length(pair, tokenizer) <= args.max_length]
     num_without_c = sum(not row["task"]["ground_truth"] for row in rows)
-    counts = (f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for (others: two of equal advantage, "
-              f"or fewer than two to choose from), {num_cut:,} candidates stopped by --max-new-tokens were left out, "
-              f"and {num_equal_turns:,} turns, all of whose candidates ({num_equal:,}) have equal advantages; "
-              f"{num_without_c:,} of {len(rows):,} turns have no c; "
-              f"{len(pairs) - len(fitting):,} pairs are longer than --max-length {args.max_length}")
+    counts = [f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for (others: two of equal advantage, "
+              f"or fewer than two to choose from), {num_cut:,} candidates stopped by --max-new-tokens were left out",
+              f"{len(pairs) - len(fitting):,} pairs are longer than --max-length {args.max_length}"]
+    if num_equal_turns:
+        counts.append(f"{num_equal_turns:,} of {len(rows):,} turns give no pair: all of their {num_equal:,} candidates "
+                      "have equal advantages")
+    if num_without_c:
+        counts.append(f"{num_without_c:,} of {len(rows):,} turns have no c")
     if not fitting:
-        raise InputError(f"{args.trajectories}: no examples to train on: {counts}")
-    say(counts)
+        raise InputError(f"{args.trajectories}: no examples to train on: {'; '.join(counts)}")
+    say(*counts)
     return fitting
 
 

@@ -165,8 +165,9 @@ def best_topics(texts, message):
 
 
 DOES_NOT_KNOW = re.compile(
-    r"(?:\bnot|\bcannot|n['’]t)\b[^.!?;,]*\b(?:know|known|sure|certain|say|tell|have|help|answer|remember|recall|"
-    r"specif\w+|defined?|mention\w*|stated?|clear)\b|\bno (?:idea|preference|information|opinion)\b|\bunsure\b|"
+    r"(?:\bnot|\bcannot|n['’]t)\b[^.!?;,]*\b(?:know|known|sure|certain|say|tell|help|answer|remember|recall|"
+    r"specif\w+|defined?|mention\w*|stated?|clear|information|preference|opinion)\b|\bunsure\b|"
+    r"\bno (?:idea|preference|information|opinion)\b|"
     r"\bunknown\b|\bunspecified\b|\bdunno\b|\bn/a\b|\bup to you\b|\byou (?:can )?(?:decide|choose)\b", re.IGNORECASE)
 # What is said to the agent, not of the task
 COURTESY = re.compile(r"\b(?:let me know|thanks?|please ask|feel free|happy to|anything else|other questions)\b|"

@@ -104,8 +104,9 @@ def test_equal_advantages_make_no_pair_and_change_no_other(tiny, tmp_path, capsy
     pairs = policy_stage.pairs_of(rows, tiny[1], args, Runtime(0, 1, "cpu"))
     assert {pair["chosen"]["advantage"] for pair in pairs} == {3, 2, 1}
     said = capsys.readouterr().out
-    assert ("2 candidates stopped by --max-new-tokens were left out, and 1 turns, all of whose candidates (9) have "
-            "equal advantages; 1 of 2 turns have no c") in said
+    assert "2 candidates stopped by --max-new-tokens were left out\n" in said
+    assert ("1 of 2 turns give no pair: all of their 9 candidates have equal advantages\n"
+            "1 of 2 turns have no c\n") in said
 
 
 def test_without_c_an_untrained_critic_scores_exactly_0(workspace, tiny):

@@ -74,7 +74,8 @@ def test_what_is_known_decision_by_decision():
     ("I have no idea. Could you ask about something specific?", False), ("I cannot tell you.", False),
     ("I do not know the limit. The deadline is May.", False), ("I don't know. Let me know if you need more.", False),
     ("I can't help with that.", False), ("The function does not specify that.", False), ("It is not defined.", False),
-    ("I have no preference.", False), ("I am not sure, but I think it is 1.", True),
+    ("I have no preference.", False), ("I don't have that information.", False),
+    ("We do not have a limit.", True), ("I am not sure, but I think it is 1.", True),
     ("The limit is 1, and I don't know the deadline.", True)])
 def test_what_the_user_does_not_answer_is_not_known(reply, known):
     history = turns("How many?", "What is the limit? And the deadline?", reply)
