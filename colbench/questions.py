@@ -109,14 +109,10 @@ class Test:
             arguments = [*parent.args, *(keyword.value for keyword in parent.keywords)]
             others = [node for node in arguments if node not in self.asks]
             tells_nothing = all(isinstance(node, ast.Name) and hasattr(builtins, node.id) for node in others)
-            is_named = isinstance(parent.func, ast.Name) or ask in self.ancestors_of_function(parent)
-            return parent if tells_nothing and is_named else ask
+            is_method = isinstance(parent.func, ast.Attribute) and parent.func.value == ask
+            is_own = is_method or parent.func == ask                # the ask's method, or itself
+            return parent if tells_nothing and (is_own or isinstance(parent.func, ast.Name)) else ask
         return parent if isinstance(parent, ast.Attribute) else ask
-
-    def ancestors_of_function(self, call):
-        """What a call calls, and whose method that is."""
-        function = call.func
-        return [function, function.value] if isinstance(function, ast.Attribute) else [function]
 
     def larger(self, ask):
         """The next larger part around an ask; the ask itself where it is a whole side."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from lib import vision
-from lib.fast import has_fast_bfloat16, RowValues, width_padding
+from lib.fast import has_fast_bfloat16, RowValues, width_padding, WIDTH_STEP
 from lib.load import (
     adapter_off,
     add_adapter,
@@ -234,9 +234,10 @@ def hidden_states(model, batch):
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
     if batch.mask is not None:
         mask = decoder_mask(model, sliding_window(model), batch.mask, batch.positions, batch.positions)
-    positions, most = batch.positions, most_positions(model.config)
-    if positions.shape[1] > most:                                    # those of padding may have no place in the model
-        positions = positions.clamp(max=int(most) - 1)
+    positions = batch.positions
+    if positions.device.type in WIDTH_STEP:                          # here padding may have no place in the model
+        most = most_positions(model.config)
+        positions = positions.clamp(max=min(most, positions.shape[1]) - 1)
     output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=positions, use_cache=False)
     return output.last_hidden_state
 
