@@ -7,6 +7,7 @@ import importlib
 import io
 import itertools
 import json
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import pathlib
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from unittest import mock
 
@@ -69,6 +71,10 @@ IMPORTED = [                                                         # what a st
     *(f"lib.{path.stem}" for path in ROOT.glob("lib/*.py"))]
 
 
+# A process's status can be read once: in ended(), or where another thread starts a process, which looks at all of them
+STATUSES = threading.Lock()
+
+
 @functools.cache
 def forks():
     """multiprocessing with a running server of forks, which has imported torch and transformers once (4 s each time
@@ -109,15 +115,18 @@ def begin(script, *arguments, folder, rank=0, environment=None, run=run_program)
     Returns the multiprocessing.Process. run: what is called with the words of the command."""
     program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
     argv, environment = [*program, *map(str, arguments)], {**os.environ, **(environment or {})}
-    process = forks().Process(target=become, args=(run, argv, environment, f"{folder}/{rank}"))
-    process.start()
+    with STATUSES:
+        process = forks().Process(target=become, args=(run, argv, environment, f"{folder}/{rank}"))
+        process.start()
     return process
 
 
 def ended(process):
     """The exit status of a process once it has ended, as Python's subprocess gives it."""
-    process.join()
-    return process.exitcode
+    multiprocessing.connection.wait([process.sentinel])
+    with STATUSES:
+        process.join()
+        return process.exitcode
 
 
 def killed(process):
