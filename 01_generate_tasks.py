@@ -37,7 +37,7 @@ from colbench import ColBenchError, domain_of, DOMAINS, in_split, make_tasks, pu
 from colbench.schema import open_lines
 from colbench.scorer import check_tasks, Scorer
 from lib import data, flags, runtime
-from lib.runtime import begin_output, InputError, is_done, read_jsonl, Rows, run_stage, say, start, write_jsonl
+from lib.runtime import begin_output, InputError, is_done, read_jsonl, RowFile, run_stage, say, start, write_jsonl
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.tokens import strip_thoughts, system_prompt
 
@@ -128,7 +128,7 @@ def write_model_tasks(args):
         while len(tasks) < args.num_tasks and num_attempts < args.max_attempts:
             num_more = max(args.num_tasks - len(tasks), args.concurrency)
             num_attempts = min(num_attempts + num_more, args.max_attempts)
-            rows = Rows(args.out, run)                                  # with those that are there already
+            rows = RowFile(args.out, run)                                  # with those that are there already
             failures = add_rows(rows, range(num_attempts), make_row, args.concurrency, run, execute=runner.run)
             if failures:
                 finish_rows(rows, num_attempts, failures, run)

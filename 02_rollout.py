@@ -39,13 +39,13 @@ from colbench.defaults import nothing
 from colbench.schema import table_of
 from lib import data, flags, runtime
 from lib.load import load_tokenizer
-from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
+from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, RowFile, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
 from lib.scorer import load_whole, TooLong
 from lib.servers import is_server, NoRoom, ReplyError
 from lib.statistics import agent_places, heading_of, mean_over_tasks, measure_turns
 from lib.tokens import agent_messages, check_prompt, system_prompt, tokenizer_name
-from lib.vision import action_views, documents_of, load_vision
+from lib.vision import load_vision
 
 ROLES = "agent", "simulator", "judge"
 
@@ -72,7 +72,7 @@ class Players:
     agent: Sampler | None = None                # None: a scripted agent
     simulator: Sampler | None = None            # None: the rule-based one
     judge: Sampler | None = None                # of --best-of with --critic judge:MODEL
-    critic: common.Critic | None = None         # of --best-of with a critic of 03
+    critic: object = None                       # of --best-of with a critic of 03: common.TextCritic or like it
     track: Callable | None = None               # of --track: runtime.open_track
     returns: list = dataclasses.field(default_factory=list)                 # of the dialogues that are finished
     verdicts: collections.Counter = dataclasses.field(default_factory=collections.Counter)      # of the judge
@@ -111,7 +111,7 @@ async def agent_turn(dialogue, players, args):
     if args.best_of > 1 and players.judge:
         choice = await judge_choice(dialogue, messages, players, args.seed)
     elif args.best_of > 1:
-        choice = await critic_choice(dialogue, replies, messages, players, args.max_tokens)
+        choice = await critic_choice(dialogue, replies, messages, players)
     reply = replies[choice]
     turn = {"role": "assistant", "content": messages[choice], "input": reply.prompt, "output": reply.text,
             "output_ids": reply.ids, "truncated": not reply.ended}
@@ -146,19 +146,16 @@ async def simulator_turn(dialogue, players, args):
 # ---------------------------------------------------------------------------------------------------------------------
 # --best-of: which of several messages is sent
 
-async def critic_choice(dialogue, replies, messages, players, max_tokens):
+async def critic_choice(dialogue, replies, messages, players):
     """The number of the reply with the highest score of a critic (03). NoRoom where one is too long for it."""
-    critic, ids = players.critic, [reply.ids for reply in replies]
-    point = common.DecisionPoint(replies[0].prompt, dialogue.task, dialogue.history, ids, messages)
-    if critic.is_visual:
-        views = action_views(critic.sight, [point], critic.sees_c)
-        files = await players.environment.show(documents_of(views))
-        critic = dataclasses.replace(critic, sight=critic.sight._replace(show=lambda _: files))
+    ids = [reply.ids for reply in replies]
+    state = common.State(replies[0].prompt, dialogue.task, dialogue.history, ids, messages)
+    critic = await players.critic.seeing([state], players.environment)
     try:
-        [scores] = common.score_actions(critic, players.agent.tokenizer, [point], max_tokens)
+        [advantages] = critic.score_actions([state])
     except TooLong as error:
         raise NoRoom(str(error)) from None
-    return max(range(len(scores)), key=scores.__getitem__)
+    return max(range(len(advantages)), key=advantages.__getitem__)
 
 
 async def judge_choice(dialogue, messages, players, seed):
@@ -496,13 +493,9 @@ def open_players(domain, system, device, args):
 
 def open_critic(domain, tokenizer, device, args):
     """The Critic that scores messages for --best-of."""
-    critic = common.open_critic(args.critic, args.agent, tokenizer, domain, args.reference_sees_c)
-    if not critic.is_visual and not tokenizer:
-        raise InputError(f"--best-of with {args.critic}, a critic that reads tokens: {args.agent} needs "
-                         "--agent-tokenizer MODEL")
-    common.load_critic(critic, load_whole(device, args.dtype))
-    if critic.is_visual:
-        critic.sight = data.sight_of(critic.scorer.processor, domain, vars(args))
+    critic = common.open_critic(args.critic, args.agent, domain, args.reference_sees_c)
+    critic.check_tokenizer(tokenizer, args.agent)
+    critic.load(load_whole(device, args.dtype), args.max_tokens)
     return critic
 
 
@@ -544,7 +537,7 @@ def main(argv=None):
         dialogues = new_dialogues(tasks, system, args.samples)
     begin_output(vars(args), out, inputs)
     players.track = runtime.open_track(args.track, out, vars(args))
-    rows = Rows(out, run)
+    rows = RowFile(out, run)
     if rows.done:
         say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
     texts = rows.find()

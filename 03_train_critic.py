@@ -15,11 +15,11 @@ s: the sigmoid; b: --beta.
 --normalize none        L: 1
 --reference-sees-c no   p_ref does not read c. Before training A is then not 0: it says how much likelier c makes the
                         turn. (04's flag of this name is about ranking; its default is the value of training.)
---no-privileged         leaves c out
---head regression       a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
---head value            the head gives the logit of the return after each turn of every trajectory, trained by binary
+--critic-sees-c no      leaves c out
+--score regression      a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
+--score value           the head gives the logit of the return after each turn of every trajectory, trained by binary
                         cross-entropy
-An example is a pair of trajectories; with --head value a single one. Reports the pair accuracy on held-out tasks
+An example is a pair of trajectories; with --score value a single one. Reports the pair accuracy on held-out tasks
 (default 5 %; the paper gives no figure).
 A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, what the
 user said last, and the images of c and of what the agent has made; its head sees the mean over all of these tokens.
@@ -30,6 +30,7 @@ user said last, and the images of c and of what the agent has made; its head see
 """
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import argparse
+import functools
 import hashlib
 import pathlib
 
@@ -42,8 +43,8 @@ from lib import data, flags, training
 from lib.load import load_tokenizer, lora_config, reads_images, sharding_of, weights_fingerprint
 from lib.memory import dry_run
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json
-from lib.scorer import check_positions, items_of, load_scorer, padded_outputs, reference_logps
-from lib.vision import critic_processor, Sight
+from lib.scorer import action_lengths, example_outputs, items_of, load_scorer, padded_outputs, reference_logps
+from lib.vision import critic_processor, VisualCritic
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -70,9 +71,14 @@ def value_losses(values, labels, lengths):
     num_turns = exists.sum(1)                                                                     # (B,)
     turn_labels = labels[:, None].expand_as(values)                                               # (B, M)
     losses = F.binary_cross_entropy_with_logits(values, turn_labels, reduction="none")            # (B, M)
-    last_values = values.gather(1, num_turns[:, None] - 1).squeeze(1)                             # (B,)
-    is_right = (last_values > 0) == (labels > 0.5)                                                # (B,)
+    is_right = (last_values(values, lengths) > 0) == (labels > 0.5)                               # (B,)
     return {"loss": (losses * exists).sum(1) / num_turns, "acc": is_right}
+
+
+def last_values(values, lengths):
+    """The value after the last turn of each trajectory, (B,)."""
+    num_turns = (lengths > 0).sum(1, keepdim=True)                                                # (B, 1)
+    return values.gather(1, num_turns - 1).squeeze(1)
 
 
 def is_held_out(task_id, fraction):
@@ -85,8 +91,8 @@ def is_held_out(task_id, fraction):
 def split_groups(trajectories, args):
     """(groups of trajectory numbers to train on, pairs of tasks that are held out).
 
-    A group is a pair (chosen, rejected); with --head value, which learns from trajectories one by one, a single one."""
-    needs_pairs = args.head != "value"
+    A group is a pair (chosen, rejected); with --score value a single trajectory."""
+    needs_pairs = args.score != "value"
     pairs = common.trajectory_pairs(trajectories, args.trajectories, needs_pairs)
     groups = pairs if needs_pairs else [(number,) for number in range(len(trajectories))]
     train, test = [], []
@@ -104,48 +110,66 @@ def split_groups(trajectories, args):
     return train, test
 
 
-def examples_of(trajectories, groups, reader, args):
-    """(groups, examples, ref_examples) of those groups of trajectory numbers that are short enough, with c in both
-    kinds of examples unless --reference-sees-c is no. ref_examples: what the reference reads.
-    reader: the tokenizer or, for a visual critic, vision.Sight."""
-    examples = ref_examples = common.trajectory_examples(trajectories, groups, reader, not args.no_privileged)
-    if not args.reference_sees_c:
-        ref_examples = common.trajectory_examples(trajectories, groups, reader, sees_c=False)
-    fitting = training.fitting_numbers(examples, args.max_length, args.trajectories)
-    groups = [groups[i] for i in fitting]
-    examples = [examples[i] for i in fitting]
-    ref_examples = [ref_examples[i] for i in fitting]
-    return groups, examples, ref_examples
+def open_critic(args, domain):
+    """The critic that is trained; it says how a trajectory becomes tokens."""
+    if reads_images(args.model):
+        processor = critic_processor(args.model, args.score, domain, args.trajectories)
+        show = functools.partial(data.show_documents, domain, args.out, args.browser)
+        return VisualCritic(args.out, args.score, domain, show, args.critic_sees_c, processor)
+    tokenizer = load_tokenizer(args.model)
+    if args.score != "logratio":
+        return common.HeadCritic(args.out, args.score, tokenizer, args.critic_sees_c)
+    return common.LogRatioCritic(args.out, args.model, tokenizer, args.critic_sees_c, args.reference_sees_c,
+                                 args.normalize)
 
 
-def open_reader(domain, args):
-    """What makes tokens of dialogues: the tokenizer of --model or, for a visual critic, vision.Sight."""
-    if not reads_images(args.model):
-        return load_tokenizer(args.model)
-    processor = critic_processor(args.model, args.head, domain, args.trajectories)
-    return data.sight_of(processor, domain, vars(args))
+def examples_of(trajectories, groups, critic, sees_c):
+    """The examples of groups of trajectory numbers."""
+    make_items = functools.partial(critic.trajectory_items, sees_c=sees_c)
+    return common.trajectory_examples(trajectories, groups, make_items)
+
+
+def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
+    """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
+    The score is the sum of a trajectory's advantages, or the value of its last turn."""
+    items = items_of(examples)
+    lengths = action_lengths(items)                                                        # (2P, M)
+    numbers = padded_outputs(example_outputs(scorer, examples, max_tokens))                # (2P, M)
+    if critic.score == "value":
+        scores = last_values(numbers, lengths)                                             # (2P,)
+    elif critic.score == "regression":
+        scores = numbers.sum(1)
+    else:
+        ref_logps = padded_outputs(ref_logps)
+        scores = common.action_advantages(numbers, ref_logps, lengths, critic.normalize).sum(1)
+    gaps = scores[0::2] - scores[1::2]                                                     # (P,)
+    return ((gaps > 0).sum() + 0.5 * (gaps == 0).sum()).item() / len(gaps)
 
 
 def train(scorer, examples, ref_logps, returns, args, run):
     """Train the scorer's model on the examples, from the last saved state.
-    ref_logps: what reference_logps gives for each example.
-    returns: with --head value, the return of each example's trajectory, at least 0."""
-    loop = training.Loop(scorer, examples, args.batch_size, args, run, has_dropout=args.head == "value")
+
+    ref_logps   without a head, what reference_logps gives for each example
+    returns     with --score value, the return of each example's trajectory, at least 0"""
+    loop = training.Loop(scorer, examples, args.batch_size, args, run, has_dropout=args.score == "value")
     for step, batch_numbers in loop.steps():
         num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = scorer.collate(items_of(micro_examples), run.device)
             logps = scorer(batch)                # (B, M) of turns, or the head's output; of P pairs B = 2P trajectories
-            if args.head == "value":
+            if args.score == "value":
                 labels = torch.tensor([returns[i] for i in micro], device=run.device)              # (B,)
                 values = value_losses(logps, labels, batch.lengths)                                # (B,) each
             else:
-                start_logps = padded_outputs([ref_logps[i] for i in micro], run.device)            # (B, M)
-                advantages = common.action_advantages(logps, start_logps, batch.lengths, args.normalize)   # eq. 3
+                advantages = logps
+                if args.score == "logratio":
+                    micro_ref_logps = padded_outputs([ref_logps[i] for i in micro], run.device)    # (B, M)
+                    # eq. 3, (B, M)
+                    advantages = common.action_advantages(logps, micro_ref_logps, batch.lengths, args.normalize)
                 losses, numbers = bradley_terry_losses(advantages, logps, batch.lengths, args.beta, args.nll_coef)
                 values = {"loss": losses, **training.preference_numbers(**numbers, dtype=args.dtype)}      # (P,) each
-                if args.head != "lm":
+                if args.score != "logratio":
                     del values["nll"]                               # a head's numbers are no log-probabilities
             loop.backward(values, weights / num_terms)
         loop.update(step)
@@ -156,7 +180,7 @@ def train(scorer, examples, ref_logps, returns, args, run):
 # What differs from the defaults: in the paper (its text and table 5), and in the published code (docs/reproduce.md)
 LARGE = {"dtype": "bfloat16", "activation_checkpointing": True}
 PRESETS = {"paper-backend": LARGE,
-           "paper-frontend": {**LARGE, "epochs": 8, "head": "regression"},
+           "paper-frontend": {**LARGE, "epochs": 8, "score": "regression"},
            "released-backend": {**LARGE, "normalize": "trajectory", "nll_coef": 0.0, "held_out_frac": 0.03}}
 
 
@@ -164,9 +188,10 @@ def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     flags.add_training(parser, max_length=8192, epochs=4, batch_size=8)
     group = parser.add_argument_group("the critic")
-    group.add_argument("--head", choices=["lm", "regression", "value"], default="lm",
-                       help="what scores a turn, see above")
-    group.add_argument("--no-privileged", action="store_true", help="leave c out")
+    group.add_argument("--score", choices=["logratio", "regression", "value"], default="logratio",
+                       help="what gives a turn its advantage: see above")
+    group.add_argument("--critic-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
+                       "critic reads c (default: yes)")
     group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
                        "reference of eq. 3 reads c, as in the paper, or the dialogue alone (default: yes)")
     group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
@@ -175,14 +200,14 @@ def parse_args(argv=None):
                        help="share of the tasks held out, for the pair accuracy")
     flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
-    if not args.reference_sees_c and (args.no_privileged or args.head != "lm"):
-        parser.error("--reference-sees-c no needs --head lm and a critic that sees c: no other compares prompts with c "
-                     "and without")
-    if args.head != "lm":
+    if not args.reference_sees_c and (not args.critic_sees_c or args.score != "logratio"):
+        parser.error("--reference-sees-c no needs --score logratio and a critic that sees c: no other compares prompts "
+                     "with c and without")
+    if args.score != "logratio":
         given = parser.parse_args(argv, argparse.Namespace(normalize=None, nll_coef=None))       # no defaults
         if given.normalize not in (None, "none") or given.nll_coef:
-            parser.error(f"--normalize and --nll-coef need --head lm: a {args.head} head sees a mean over the tokens, "
-                         "and gives no probability")
+            parser.error(f"--normalize and --nll-coef need --score logratio: a {args.score} head sees a mean over the "
+                         "tokens, and gives no probability")
         args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean, and gives no probability
     return args
 
@@ -190,7 +215,7 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     if args.dry_run:
-        return dry_run(args, args.batch_size, 1 if args.head == "value" else 2)
+        return dry_run(args, args.batch_size, 1 if args.score == "value" else 2)
     run = start(args.seed)
     trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
@@ -200,8 +225,13 @@ def main(argv=None):
     lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     data.fill_rewards(trajectories, vars(args))
     train_groups, test_groups = split_groups(trajectories, args)
-    reader = open_reader(domain, args)
-    groups, examples, ref_examples = examples_of(trajectories, train_groups + test_groups, reader, args)
+    critic = open_critic(args, domain)
+    groups = train_groups + test_groups
+    examples, ref_examples = critic.read(lambda sees_c: examples_of(trajectories, groups, critic, sees_c))
+    fitting = training.fitting_numbers(examples, args.max_length, args.trajectories)
+    groups = [groups[i] for i in fitting]
+    examples = [examples[i] for i in fitting]
+    ref_examples = [ref_examples[i] for i in fitting]
     num_trained = sum(not is_held_out(example.task_id, args.held_out_frac) for example in examples)
     if not num_trained:
         raise InputError(f"{args.trajectories}: no examples to train on: all are longer than --max-length "
@@ -210,37 +240,31 @@ def main(argv=None):
 
     # The reference is this model before its first update: what it says is computed here, once, with the Scorer that is
     # trained below
-    scorer = load_scorer(args.model, run, sharding_of(args), lora, has_head=args.head != "lm")
-    check_positions(items_of(examples), scorer.model)
-    tokenizer = scorer.processor or reader
-    training.show_samples(tokenizer, examples[0])
-    ref_logps = reference_logps(args.out, scorer, ref_examples, args.max_tokens)
+    scorer = load_scorer(args.model, run, sharding_of(args), lora, critic.scorer_class)
+    scorer.check_positions(items_of(examples))
+    training.show_samples(critic.tokenizer, examples[0])
+    ref_logps = [None] * len(examples)
+    if critic.score == "logratio":
+        ref_logps = reference_logps(args.out, scorer, ref_examples, args.max_tokens)
     returns = [max(0.0, float(domain.eval_score(trajectories[number]))) for number, *_ in groups]
     train(scorer, examples[:num_trained], ref_logps, returns, args, run)            # those after are held out
 
-    critic = common.Critic(args.out, args.model, args.head, args.normalize, not args.no_privileged,
-                           args.reference_sees_c, isinstance(reader, Sight))
     accuracy, num_pairs = None, len(examples) - num_trained
     if num_pairs:
-        accuracy = common.pair_accuracy(scorer, examples[num_trained:], ref_logps[num_trained:], critic,
-                                        args.max_tokens)
+        accuracy = held_out_accuracy(scorer, examples[num_trained:], ref_logps[num_trained:], critic, args.max_tokens)
         say(f"held-out pair accuracy: {accuracy:.3f} on {num_pairs} pairs of tasks that were not trained on")
     else:
         say("held-out pair accuracy: not measured, no held-out pairs")
     if run.rank == 0:
         write_json(pathlib.Path(args.out) / "critic.json", {
-            "head": critic.head,
-            "normalize": critic.normalize,
-            "privileged": critic.sees_c,
-            "reference_sees_c": critic.ref_sees_c,
-            "visual": critic.is_visual,
+            **critic.note(),
             "beta": args.beta,
             "reference": args.model,
             "reference_fingerprint": weights_fingerprint(args.model),
-            "prompt_form": common.prompt_form(critic, reader, domain),
+            "prompt_form": common.prompt_form(critic, domain),
             "held_out_pair_accuracy": accuracy,
             "num_held_out_pairs": num_pairs})
-    training.finish_training(args.out, scorer, tokenizer, args.merge)
+    training.finish_training(args.out, scorer, critic.tokenizer, args.merge)
 
 
 if __name__ == "__main__":

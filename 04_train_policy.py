@@ -52,7 +52,7 @@ from lib.runtime import (
     is_done,
     read_jsonl,
     read_rows,
-    Rows,
+    RowFile,
     run_stage,
     say,
     start,
@@ -61,7 +61,6 @@ from lib.runtime import (
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.scorer import (
     batch_pairs,
-    check_positions,
     items_of,
     load_scorer,
     padded_outputs,
@@ -122,11 +121,11 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
                      "history": list_of(data.TURN), "candidates": list_of(CANDIDATE)})
 
 
-def read_states(trajectories, tokenizer, args, critic_sees_c):
+def read_states(trajectories, tokenizer, critic, args):
     """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
     "history", "max_rounds"} each. "prompt" is o_t, without c, as it was logged where the file allows
     (agent_turns).
-    critic_sees_c: prompts that are too long with c in front are left out as well."""
+    Left out are those whose prompts, as agent or critic read them, are too long."""
     order = list(range(len(trajectories)))
     random.Random(args.seed).shuffle(order)
     num_chosen = max(1, round(args.data_frac * len(order)))
@@ -139,10 +138,8 @@ def read_states(trajectories, tokenizer, args, critic_sees_c):
     say_kinds("their prompts", kinds)
     max_prompt_tokens = max_positions(args.model) - args.max_new_tokens
     fitting = []
-    for state in states:                                             # the critic's prompt must fit, too
-        prompt = state["prompt"]
-        if critic_sees_c:
-            prompt = common.critic_prompt(tokenizer, prompt, state["task"])
+    for state in states:
+        prompt = critic.prompt(state["prompt"], state["task"])       # as long as the agent's, or longer
         if len(encode(tokenizer, prompt)) <= max_prompt_tokens:
             fitting.append(state)
     if len(fitting) < len(states):
@@ -211,7 +208,7 @@ def with_candidates(states, tokenizer, args, run):
         candidates = [{"text": reply.text, "ids": reply.ids, "ended": reply.ended} for reply in replies]
         return {**state, "candidates": candidates}
 
-    rows = Rows(path, run)
+    rows = RowFile(path, run)
     in_flight = 2 * math.ceil(slots / args.num_candidates)           # states; half of them wait, so that no slot idles
     failures = add_rows(rows, states, make_row, in_flight, run)
     add_costs()
@@ -221,13 +218,12 @@ def with_candidates(states, tokenizer, args, run):
     return states
 
 
-def score_rows(rows, critic, tokenizer, max_tokens):
-    """common.score_actions of every candidate (eq. 3), a list for each row."""
-    points = [decision_point(row) for row in rows]
-    return common.score_actions(critic, tokenizer, points, max_tokens)
+def score_rows(rows, critic):
+    """The critic's advantage of every candidate (eq. 3), a list for each row."""
+    return critic.score_actions([state_of(row) for row in rows])
 
 
-def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
+def score_candidates(rows, critic, args, run, score=score_rows):
     """Rows of scored.jsonl: those of candidates.jsonl with "advantages", what `score` gives for every candidate.
     Critic and reference are split over the ranks, which score every block together."""
     path = pathlib.Path(args.out) / "scored.jsonl"
@@ -235,33 +231,31 @@ def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
         return read_rows(path)
     gc.collect()                                                     # frees the model that has sampled them
     torch.cuda.empty_cache()                                         # NCCL takes memory that torch does not hold
-    common.load_critic(critic, functools.partial(load_scorer, run=run, sharding=sharding_of(args)))
-    if critic.is_visual:
-        critic.sight = data.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))
-    scored = Rows(path, run)
+    critic.load(functools.partial(load_scorer, run=run, sharding=sharding_of(args)), args.max_tokens)
+    scored = RowFile(path, run)
     starts = range(0, len(rows), SCORED_TOGETHER)
     for first in tqdm(starts, path.name, mininterval=5, disable=run.rank > 0):
         block = rows[first:first + SCORED_TOGETHER]
         numbers = range(first, first + len(block))
         if scored.done.issuperset(numbers):                          # of a run that was killed
             continue
-        scores = score(block, critic, tokenizer, args.max_tokens)
+        scores = score(block, critic)
         if run.rank == 0:
             for number, row, advantages in zip(numbers, block, scores, strict=True):
                 scored.add(number, {**row, "advantages": advantages})
     finish_rows(scored, len(rows), [], run)
     add_costs()
-    critic.scorer = critic.ref_scorer = None                         # freed before the policy is loaded
+    critic.free()                                                    # before the policy is loaded
     gc.collect()
     return read_rows(path)
 
 
-def decision_point(row):
-    """The candidates of a state as common.score_actions takes them."""
+def state_of(row):
+    """The common.State of a row of candidates.jsonl."""
     domain = domain_of(row["task"])
     texts = [visible_text(domain, candidate["text"], row["prompt"]) for candidate in row["candidates"]]
     ids = [candidate["ids"] for candidate in row["candidates"]]
-    return common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts)
+    return common.State(row["prompt"], row["task"], row["history"], ids, texts)
 
 
 def candidate_pairs(row, pairs_per_turn, rng, barred=()):
@@ -364,13 +358,21 @@ def pair_examples(pairs, tokenizer, together):
 # ---------------------------------------------------------------------------------------------------------------------
 # methods: what each makes examples of
 
+def open_critic(domain, tokenizer, args):
+    """The critic that ranks candidates of tasks of a domain."""
+    show = functools.partial(data.show_documents, domain, args.out, args.browser)
+    critic = common.open_critic(args.critic, args.model, domain, args.reference_sees_c, show)
+    critic.check_tokenizer(tokenizer, args.model)
+    return critic
+
+
 def sweet_examples(trajectories, tokenizer, args, run):
     """Examples of pairs of candidates."""
     domain = domain_of(trajectories[0]["task"])
-    critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
-    states = read_states(trajectories, tokenizer, args, critic.sees_c and not critic.is_visual)
+    critic = open_critic(domain, tokenizer, args)
+    states = read_states(trajectories, tokenizer, critic, args)
     rows = with_candidates(states, tokenizer, args, run)
-    rows = score_candidates(rows, critic, tokenizer, args, run)                     # eq. 3, common.score_actions
+    rows = score_candidates(rows, critic, args, run)                                # eq. 3: critic.score_actions
     pairs = pairs_of(rows, tokenizer, args, run)
     return pair_examples(pairs, tokenizer, args.pairs_together)
 
@@ -381,7 +383,8 @@ def mtdpo_examples(trajectories, tokenizer, args, run):
     groups = common.trajectory_pairs(trajectories, args.trajectories)
     say(f"{len(groups):,} trajectory pairs")
     examples = []
-    for example in common.trajectory_examples(trajectories, groups, tokenizer, sees_c=False):
+    make_items = functools.partial(common.trajectory_items, tokenizer, sees_c=False)
+    for example in common.trajectory_examples(trajectories, groups, make_items):
         items = [common.as_one_action(item) for item in example.items]
         examples.append(example._replace(items=items, pairs=[((0, 0), (1, 0))]))
     examples = short_examples(examples, args)
@@ -408,7 +411,8 @@ def rft_examples(trajectories, tokenizer, args, run):
 def sft_examples(trajectories, tokenizer, args, run):
     """Examples of trajectories to imitate: all of them."""
     groups = [(i,) for i in range(len(trajectories))]
-    examples = short_examples(common.trajectory_examples(trajectories, groups, tokenizer, sees_c=None), args)
+    make_items = functools.partial(common.trajectory_items, tokenizer, sees_c=None)
+    examples = short_examples(common.trajectory_examples(trajectories, groups, make_items), args)
     begin(args)
     return examples
 
@@ -467,7 +471,7 @@ def num_loss_terms(example):
     """How many terms an example adds to the loss of its step: its pairs or, where turns are imitated, its tokens."""
     if example.pairs:
         return len(example.pairs)
-    return sum(number >= 0 for item in example.items for row in item for number in row.turn_ids)
+    return sum(number >= 0 for item in example.items for row in item for number in row.action_ids)
 
 
 def examples_a_step(args):
@@ -554,7 +558,7 @@ def main(argv=None, parse_args=parse_args, methods=METHODS):
     # The reference is this model before its first update: what it says is computed here, once, with the Scorer that is
     # trained below
     scorer = load()
-    check_positions(items_of(examples), scorer.model)
+    scorer.check_positions(items_of(examples))
     ref_logps = None
     if method.has_reference:
         ref_logps = reference_logps(args.out, scorer, examples, args.max_tokens)

@@ -41,7 +41,6 @@ from colbench import ColBenchError, domain_of
 from colbench.defaults import nothing
 from colbench.schema import list_of
 from lib import data, flags, runtime, statistics
-from lib.load import load_tokenizer
 from lib.report.export import export
 from lib.report.page import about_lines, page_data, write_report
 from lib.report.plots import report_plots
@@ -253,14 +252,13 @@ def cost_lines(metrics):
 
 
 def add_turn_advantages(metrics, files, critic, device):
-    """Give every trajectory "advantages" (of common.score_turns, without a critic its own) and every method their
+    """Give every trajectory "advantages" (critic.score_turns, without a critic its own) and every method their
     advantage_summary; returns that of all."""
     trajectories = list(itertools.chain(*files.values()))
     of_turns = [trajectory.get("advantages") for trajectory in trajectories]
     if critic:
-        loaded_critic = common.load_critic(critic, load_whole(device))
-        tokenizer = load_tokenizer(critic.folder)
-        of_turns = common.score_turns(loaded_critic, tokenizer, trajectories, MAX_TOKENS)
+        critic.load(load_whole(device), MAX_TOKENS)
+        of_turns = critic.score_turns(trajectories)
     for trajectory, advantages in zip(trajectories, of_turns):
         trajectory["advantages"] = advantages
     for name in files:
@@ -279,8 +277,8 @@ def turn_form(critic, trajectories):
             if list_of(float)(row["advantages"]) or len(row["advantages"]) != num_turns:
                 raise InputError(f'task {row["task_id"]}: "advantages" must be one number for each turn of the agent')
         return ["turn advantages are those that the files have"] if own else []
-    lines = [common.critic_line(critic)]
-    if critic.head == "value":
+    lines = [critic.describe()]
+    if critic.score == "value":
         lines.append(f"{critic.folder}: has a value head; a turn's advantage is how it changes the value, not eq. 3")
     if critic.normalize == "trajectory":
         lines.append(f"{critic.folder}: a turn's advantage is a sum over its tokens, divided by the dialogue's agent "
@@ -292,10 +290,10 @@ def candidate_form(folder, domain, form_of_turns):
     """What the scores of the candidates in 04's folder are, in lines, by its args.json."""
     args = runtime.read_args(folder)["args"]
     try:
-        critic = common.open_critic(args["critic"], args["model"], None, domain, args["reference_sees_c"])
+        critic = common.open_critic(args["critic"], args["model"], domain, args["reference_sees_c"])
     except (KeyError, InputError):
         return [f"{folder}: was not ranked by a critic, or by one that is not there or does not fit any more"]
-    lines = [common.critic_line(critic)]
+    lines = [critic.describe()]
     if form_of_turns not in ([], lines):
         lines.append("The turn advantages are of another critic or another form: the two do not compare.")
     return lines
@@ -317,9 +315,10 @@ def main(argv=None):
     states = read_states(args.candidates) if args.candidates else []
     domain = check_tasks(files, states, args.candidates)
     costs = {name: costs_of(runs[0]) for name, runs in paths.items()} if args.costs else {}
-    critic = common.read_critic(args.critic, None, domain, args.reference_sees_c) if args.critic else None
-    if critic and critic.is_visual:
-        raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
+    critic = None
+    if args.critic:
+        critic = common.read_critic(args.critic, domain, args.reference_sees_c)
+        common.must_read_text(critic)
     forms = {"advantages": turn_form(critic, all_trajectories)}
     histories = training_histories(files, args.critic)
     inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic]

@@ -1,7 +1,6 @@
 """From a dialogue to an advantage: its tokens, states and actions, pairs of trajectories, eq. 3, and critics."""
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import collections
-import dataclasses
 import hashlib
 import itertools
 import math
@@ -14,21 +13,29 @@ from colbench import domain_of
 from colbench.schema import label, one_of, record
 from lib import vision
 from lib.load import (
+    adapter_off,
     base_of,
     check_base,
     check_weights,
-    folder_config,
     is_adapter,
-    load_adapter,
     load_head,
     load_tokenizer,
     most_positions,
-    without_adapter,
 )
 from lib.runtime import InputError, read_json, say
-from lib.scorer import action_outputs, example_outputs, items_of, Row
+from lib.scorer import (
+    action_lengths,
+    action_outputs,
+    for_scoring,
+    HeadScorer,
+    item_length,
+    load_trained,
+    num_actions,
+    padded,
+    Scorer,
+    Sequence,
+)
 from lib.tokens import agent_turns, encode, generation_cue, LAST_ROUND, plain, prompt_text, say_kinds, tokenizer_name
-from lib.training import longest_row
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tokens of a dialogue, and where c stands
@@ -58,13 +65,13 @@ def critic_prompt(tokenizer, prompt, task):
     return bos + plain(tokenizer, hidden_info(task)) + prompt[len(bos):]
 
 
-def rows_of_trajectory(tokenizer, turns, task=None):
-    """Rows of a trajectory from its agent_turns: one, in which only agent tokens have turn_ids of 0 or more. With its
+def trajectory_sequences(tokenizer, turns, task=None):
+    """Rows of a trajectory from its agent_turns: one, in which only agent tokens have action_ids of 0 or more. With its
     `task` c stands once, at the very front (critic_prompt).
 
     For turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" it is one row:
         ids             <u> hi <a> who ? <e> <u> me <a> ok <e>
-        turn_ids        -1 -1  -1   0 0   0  -1 -1  -1  1   1
+        action_ids        -1 -1  -1   0 0   0  -1 -1  -1  1   1
     The ids before an action are those of its whole prompt, as the agent read them. Where a prompt does not begin with
     the ids of the row (a template that drops thoughts, an action that its text encodes otherwise), a new row begins."""
     rows = []
@@ -73,11 +80,11 @@ def rows_of_trajectory(tokenizer, turns, task=None):
             prompt = critic_prompt(tokenizer, prompt, task)
         read = encode(tokenizer, prompt)
         if not rows or read[:len(rows[-1].ids)] != rows[-1].ids:
-            rows.append(Row([], []))
+            rows.append(Sequence([], []))
         row = rows[-1]
         num_new = len(read) - len(row.ids)
         row.ids.extend(read[len(row.ids):] + action)
-        row.turn_ids.extend([-1] * num_new + [number] * len(action))
+        row.action_ids.extend([-1] * num_new + [number] * len(action))
     return rows
 
 
@@ -85,16 +92,19 @@ def as_one_action(item):
     """A trajectory's item with all agent tokens as action 0: multi-turn DPO compares whole dialogues."""
     rows = []
     for row in item:
-        numbers = [min(number, 0) for number in row.turn_ids]
-        rows.append(row._replace(turn_ids=numbers))
+        numbers = [min(number, 0) for number in row.action_ids]
+        rows.append(row._replace(action_ids=numbers))
     return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # a state and actions in it
 
-# A state and actions in it: the prompt's text, the task, the turns so far, the actions' ids and their visible texts
-DecisionPoint = namedtuple("DecisionPoint", "prompt task history actions texts")
+# A dialogue up to an agent's turn, with candidates for this turn.
+# prompt          the text that the agent reads, without c
+# task, history   the task, and the turns so far
+# actions, texts  of each candidate its token ids, and what the other side would see of it
+State = namedtuple("State", "prompt task history actions texts")
 
 
 def actions_item(tokenizer, prompt, actions):
@@ -102,14 +112,14 @@ def actions_item(tokenizer, prompt, actions):
 
     For prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" the row is
         ids             <u> hi <a> who ? <e> ok <e>
-        turn_ids        -1 -1  -1   0 0   0  1   1      prompt_length = 3"""
+        action_ids        -1 -1  -1   0 0   0  1   1      prompt_length = 3"""
     ids = list(encode(tokenizer, prompt))
     num_read = len(ids)
-    turn_ids = [-1] * num_read
+    action_ids = [-1] * num_read
     for number, action in enumerate(actions):
         ids += action
-        turn_ids += [number] * len(action)
-    return [Row(ids, turn_ids, prompt_length=num_read)]
+        action_ids += [number] * len(action)
+    return [Sequence(ids, action_ids, prompt_length=num_read)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,32 +140,26 @@ def actions_item(tokenizer, prompt, actions):
 Example = namedtuple("Example", "items pairs task_id")
 
 
-def trajectory_examples(trajectories, groups, reader, sees_c):
-    """An Example, without pairs, for each tuple of trajectory numbers, an item a trajectory.
+def trajectory_items(tokenizer, trajectories, sees_c):
+    """An item for each trajectory. sees_c: whether c stands in front; None: where the logged agent saw it."""
+    items, kinds = [], collections.Counter()
+    for trajectory in trajectories:
+        with_c = trajectory.get("informed") if sees_c is None else sees_c
+        turns = agent_turns(tokenizer, trajectory, kinds)
+        items.append(trajectory_sequences(tokenizer, turns, trajectory["task"] if with_c else None))
+    say_kinds("agent turns", kinds)
+    return items
 
-    reader: the tokenizer or, for a visual critic, vision.Sight.
-    sees_c: whether c stands in front; None: where the logged agent saw it."""
+
+def trajectory_examples(trajectories, groups, make_items):
+    """An Example, without pairs, for each tuple of trajectory numbers, an item a trajectory.
+    make_items(trajectories): an item for each of them."""
     numbers = sorted({number for group in groups for number in group})
-    if isinstance(reader, vision.Sight):
-        turn_rows = vision.turn_rows(reader, [trajectories[number] for number in numbers], sees_c)
-        items = {number: visual_item(rows) for number, rows in zip(numbers, turn_rows)}
-    else:
-        items, kinds = {}, collections.Counter()
-        for number in numbers:
-            trajectory = trajectories[number]
-            with_c = trajectory.get("informed") if sees_c is None else sees_c
-            turns = agent_turns(reader, trajectory, kinds)
-            items[number] = rows_of_trajectory(reader, turns, trajectory["task"] if with_c else None)
-        say_kinds("agent turns", kinds)
+    items = dict(zip(numbers, make_items([trajectories[number] for number in numbers])))
     examples = []
     for group in groups:
         examples.append(Example([items[number] for number in group], [], trajectories[group[0]]["task_id"]))
     return examples
-
-
-def visual_item(rows):
-    """The item of the (ids, image files) of vision.turn_rows: each row is one action."""
-    return [Row(ids, [number] * len(ids), images=images) for number, (ids, images) in enumerate(rows)]
 
 
 def trajectory_pairs(trajectories, path, needed=True):
@@ -199,13 +203,13 @@ def reaches(gap, min_gap):
 # eq. 3
 
 def action_advantages(logps, ref_logps, lengths, normalize):
-    """Eq. 3: the advantage, also called the score of a candidate (02, 04) and the advantage of a turn (05, the report).
+    """Eq. 3: the advantages of actions, (B, M).
 
-    logps, ref_logps   (B, M) log-probabilities of actions under critic and reference; with a head, its numbers and 0
+    logps, ref_logps   (B, M) log-probabilities of actions under the critic and its reference model
     lengths            (B, M) how many tokens they have; 0 where an action is missing
+    normalize          "turn": a mean over the action's tokens; "trajectory": over all agent tokens; "none": a sum
 
-    Returns advantages (B, M). A trajectory's score is their sum over M; of actions in one state, each is a score.
-    normalize "turn": each action's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
+    The actions are the turns of a trajectory, whose score is their sum over M, or candidates in one state."""
     logratios = logps - ref_logps                                                   # (B, M)
     if normalize == "turn":
         return logratios / lengths.clamp(min=1)                                     # (B, M)
@@ -214,235 +218,267 @@ def action_advantages(logps, ref_logps, lengths, normalize):
     return logratios
 
 
-def item_advantages(items, logps, ref_logps, normalize):
-    """action_advantages of items, a list of tensors (actions,). An action's length is the number of its tokens.
-    logps, ref_logps: the items' action_outputs under critic and reference."""
-    advantages = []
-    for item, item_logps, item_ref_logps in zip(items, logps, ref_logps):
-        turn_ids = torch.tensor([number for row in item for number in row.turn_ids])
-        lengths = torch.bincount(turn_ids[turn_ids >= 0])                                 # (M,)
-        advantages.append(action_advantages(item_logps[None], item_ref_logps[None], lengths[None], normalize)[0])
-    return advantages
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# a critic: the advantages of actions in a state, and of the turns of trajectories
+# critics: the advantages of actions in states, and of the turns of trajectories
 
-@dataclasses.dataclass
-class Critic:
-    """A critic, and what its scores are. load_critic fills in the scorers."""
+class TextCritic:
+    """What critics that read text have in common. vision.VisualCritic has the same methods.
 
-    folder: str                                 # of 03; of an untrained critic the name of the model
-    reference: str                              # the name of the reference model of eq. 3
-    head: str = "lm"                            # lm: log-probabilities; regression, value: a head's number
-    normalize: str = "turn"                     # see action_advantages
-    sees_c: bool = True
-    ref_sees_c: bool = True                     # whether the reference reads c when actions are scored
-    is_visual: bool = False
-    sight: object = None                        # of a visual critic: vision.Sight
-    scorer: object = None
-    ref_scorer: object = None                   # None: a head, whose initial values are 0
+    folder             made by 03; an untrained critic: the model's name
+    tokenizer          its own, which must be the policy's
+    critic_sees_c      whether it reads c
+    reference_sees_c   whether its reference model does, where the critic does
+    normalize          of eq. 3"""
 
+    scorer_class = HeadScorer
 
-def score_actions(critic, tokenizer, points, max_tokens):
-    """The score A(o_t, a, c) of each action of DecisionPoints by a loaded Critic, a list of floats for each point: a
-    mean over the action's own tokens, with --normalize none a sum. Equal actions are scored once."""
-    if critic.is_visual:
-        views = vision.action_views(critic.sight, points, critic.sees_c)
-        rows = vision.view_rows(critic.sight, views)
-        values = action_outputs(critic.scorer, [visual_item([row]) for row in rows.values()], max_tokens)
-        value_of = dict(zip(rows, torch.cat(values).tolist()))
-        return [list(map(value_of.get, point_views)) for point_views in views]
-    actions = [sorted(set(map(tuple, point.actions))) for point in points]
-    items = ref_items = [actions_item(tokenizer, point.prompt, ids) for point, ids in zip(points, actions)]
-    if critic.sees_c:
-        prompts = [critic_prompt(tokenizer, point.prompt, point.task) for point in points]
-        items = [actions_item(tokenizer, prompt, ids) for prompt, ids in zip(prompts, actions)]
-    if critic.ref_sees_c:
-        ref_items = items
-    logps, ref_logps = critic_outputs(critic, items, ref_items, max_tokens)
-    normalize = critic.normalize
-    if normalize == "trajectory":                                    # one action is scored alone: its own tokens' mean
-        normalize = "turn"
-    scores = []
-    for point, point_actions, advantages in zip(points, actions, item_advantages(items, logps, ref_logps, normalize)):
+    def __init__(self, folder, tokenizer, critic_sees_c=True, reference_sees_c=True, normalize="none"):
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.critic_sees_c = critic_sees_c
+        self.reference_sees_c = reference_sees_c
+        self.normalize = normalize
+
+    def prompt(self, prompt, task, sees_c=None):
+        """What is read in place of an agent's prompt (text): with c in front where the critic sees it."""
+        sees_c = self.critic_sees_c if sees_c is None else sees_c
+        return critic_prompt(self.tokenizer, prompt, task) if sees_c else prompt
+
+    def trajectory_items(self, trajectories, sees_c):
+        """An item for each trajectory; its actions are the agent's turns."""
+        return trajectory_items(self.tokenizer, trajectories, sees_c)
+
+    def state_items(self, states, sees_c):
+        """An item for each State; its actions are the state's."""
+        prompts = [self.prompt(state.prompt, state.task, sees_c) for state in states]
+        return [actions_item(self.tokenizer, prompt, state.actions) for prompt, state in zip(prompts, states)]
+
+    def read(self, make):
+        """(what the critic reads, what its reference reads). make(sees_c) makes it with or without c."""
+        with_c = make(self.critic_sees_c)
+        if self.reference_sees_c:
+            return with_c, with_c
+        return with_c, make(False)
+
+    def score_actions(self, states):
+        """The advantage of each action of States, a list of floats for each state. Equal actions are scored once.
+        An action is scored alone: with --normalize trajectory, too, by the mean over its own tokens."""
+        distinct = [state._replace(actions=sorted(set(map(tuple, state.actions)))) for state in states]
+        items, ref_items = self.read(lambda sees_c: self.state_items(distinct, sees_c))
+        normalize = "turn" if self.normalize == "trajectory" else self.normalize
+        advantages = self.advantages(items, ref_items, normalize)                          # (states, M)
         if not advantages.isfinite().all():
-            raise InputError(f"{critic.folder}: gives scores that are not finite; train this critic again")
-        score_of = dict(zip(point_actions, advantages.tolist()))
-        scores.append([score_of[tuple(action)] for action in point.actions])
-    return scores
+            raise InputError(f"{self.folder}: gives scores that are not finite; train this critic again")
+        scores = []
+        for state, distinct_state, numbers in zip(states, distinct, advantages.tolist()):
+            advantage_of = dict(zip(distinct_state.actions, numbers))
+            scores.append([advantage_of[tuple(action)] for action in state.actions])
+        return scores
+
+    def score_turns(self, trajectories):
+        """The advantage of each agent turn of trajectories, a list of floats for each trajectory, whose sum is its
+        score; None where it has more tokens than --max-tokens, or than the critic takes."""
+        items, ref_items = self.read(lambda sees_c: self.trajectory_items(trajectories, sees_c))
+        most = min(self.max_tokens, most_positions(self.scorer.model.config))
+        fitting = [number for number, item in enumerate(items) if item_length(item) <= most]
+        scores = [None] * len(trajectories)
+        if fitting:
+            advantages = self.turn_advantages([items[i] for i in fitting], [ref_items[i] for i in fitting])
+            for i, numbers in zip(fitting, advantages.tolist()):
+                scores[i] = numbers[:num_actions(items[i])]
+        return scores
+
+    def turn_advantages(self, items, ref_items):
+        """The advantages of the turns of trajectories, (B, M)."""
+        return self.advantages(items, ref_items, self.normalize)
+
+    def free(self):
+        """Free the memory of its models."""
+        self.scorer = self.ref_scorer = None
+
+    async def seeing(self, states, environment):
+        """This critic, ready for score_actions(states): it needs no pictures of them."""
+        return self
+
+    def check_tokenizer(self, tokenizer, agent):
+        """InputError where an agent's tokenizer (None: not known) is not the critic's."""
+        if not tokenizer:
+            raise InputError(f"--best-of with {self.folder}, a critic that reads tokens: {agent} needs "
+                             "--agent-tokenizer MODEL")
+        if tokenizer_name(self.tokenizer) != tokenizer_name(tokenizer):
+            raise InputError(f"{self.folder}: its tokenizer is not the policy's; train the critic from the same model")
+
+    def empty_prompts(self, task, history):
+        """What it reads before the last turn of a dialogue that says nothing, on no date: prompt_form."""
+        undated = {"chat_template": UNDATED + self.tokenizer.get_chat_template()}
+        dummy = {"task": task, "max_rounds": 2, "dialogue_history": history, "chat_template_args": undated}
+        prompts = []
+        for trajectory in (dummy, {**dummy, "system_prompt": "?"}):
+            prompts.append(self.prompt(prompt_text(self.tokenizer, trajectory, history[:-1]), task))
+        return prompts
+
+    def note(self):
+        """What critic.json keeps of it."""
+        return {"score": self.score, "normalize": self.normalize, "critic_sees_c": self.critic_sees_c,
+                "reference_sees_c": self.reference_sees_c, "visual": False}
 
 
-def score_turns(critic, tokenizer, trajectories, max_tokens):
-    """The advantage of each agent turn of trajectories by a loaded Critic that reads text with its `tokenizer`.
+class LogRatioCritic(TextCritic):
+    """A critic whose numbers are eq. 3: how much likelier than its reference model it makes an action.
 
-    For each trajectory a list of floats, one a turn, whose sum is the score of the trajectory; None for one with a row
-    of more than `max_tokens` tokens, or than the critic takes.
-    With an lm or regression head it is A(o_t, a_t, c) of eq. 3. Whether its reference reads c, critic.ref_sees_c says:
-    in training it may have been otherwise (--reference-sees-c).
-    A value head gives the value of a dialogue up to and with a turn (a logit, which is no advantage): here it is the
-    change of value from turn to turn, from 0 before the first one."""
-    groups = [(i,) for i in range(len(trajectories))]
-    examples = ref_examples = trajectory_examples(trajectories, groups, tokenizer, critic.sees_c)
-    if not critic.ref_sees_c:
-        ref_examples = trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
-    most = min(max_tokens, most_positions(critic.scorer.model.config))
-    fitting = [i for i, example in enumerate(examples) if longest_row(example) <= most]
-    items = items_of(examples[i] for i in fitting)                   # one of each
-    ref_items = items_of(ref_examples[i] for i in fitting)
-    logps, ref_logps = critic_outputs(critic, items, ref_items, max_tokens)
-    advantages = [None] * len(trajectories)
-    for i, values in zip(fitting, item_advantages(items, logps, ref_logps, critic.normalize)):
-        if critic.head == "value":
-            values = torch.diff(values, prepend=torch.zeros(1))
-        advantages[i] = values.tolist()
-    return advantages
+    reference   the name of the reference model; an untrained critic is its own, which then does not see c"""
+
+    score = "logratio"
+    scorer_class = Scorer
+
+    def __init__(self, folder, reference, tokenizer, critic_sees_c=True, reference_sees_c=True, normalize="turn"):
+        super().__init__(folder, tokenizer, critic_sees_c, reference_sees_c, normalize)
+        self.reference = reference
+
+    def load(self, load, max_tokens):
+        """Load the models. load(name, lora=…, kind=…) loads a Scorer: load_whole, or load_scorer where it is split over
+        the ranks. max_tokens: of a batch."""
+        self.max_tokens = max_tokens
+        if self.folder == self.reference:                            # untrained
+            self.scorer = self.ref_scorer = for_scoring(load(self.folder))
+            return
+        self.scorer = self.ref_scorer = load_trained(self.folder, load, self.scorer_class)
+        if not is_adapter(self.folder):
+            self.ref_scorer = for_scoring(load(self.reference))
+
+    def advantages(self, items, ref_items, normalize):
+        """Eq. 3 of the actions of items, (B, M)."""
+        logps = padded(action_outputs(self.scorer, items, self.max_tokens))                # (B, M)
+        with adapter_off(self.ref_scorer.model):                     # a critic that is an adapter is its own reference
+            ref_logps = padded(action_outputs(self.ref_scorer, ref_items, self.max_tokens))
+        if self.folder == self.reference:
+            # It reads some items as its own reference does (no c): these are 0, bit for bit, in whatever batches.
+            is_same = torch.tensor([item == ref_item for item, ref_item in zip(items, ref_items)])
+            ref_logps[is_same] = logps[is_same]
+        return action_advantages(logps, ref_logps, action_lengths(items), normalize)
+
+    def describe(self):
+        """What its numbers are, in a line."""
+        model = "p_ref" if self.folder == self.reference else "p"
+        prompt = "o, c" if self.critic_sees_c else "o"
+        ref_prompt = "o, c" if self.critic_sees_c and self.reference_sees_c else "o"
+        mean = {"turn": "a mean over the tokens of a", "none": "a sum over the tokens of a",
+                "trajectory": "a mean over the tokens of a (in training over all agent tokens)"}[self.normalize]
+        logratio = f"log {model}(a|{prompt}) - log p_ref(a|{ref_prompt})"
+        return f"{self.folder}: scores are {logratio}, {mean}"
 
 
-def critic_outputs(critic, items, ref_items, max_tokens):
-    """(logps, ref_logps): the action_outputs of items under a loaded Critic, and of ref_items under its reference.
+class HeadCritic(TextCritic):
+    """A critic whose numbers are those of a head on the mean of an action's last hidden states.
 
-    An untrained critic is its own reference. What both read alike (without c) then has the same numbers, bit for bit,
-    whatever batches it was in, so its advantages are exactly 0."""
-    logps = action_outputs(critic.scorer, items, max_tokens)
-    ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens)
-    if critic.ref_scorer is critic.scorer:
-        for number, (item, ref_item) in enumerate(zip(items, ref_items)):
-            if item == ref_item:
-                ref_logps[number] = logps[number]
-    return logps, ref_logps
+    score "regression": advantages. "value": values of the dialogue up to and with a turn (logits); the advantage of a
+    turn is then how it changes the value, from 0 before the first one."""
 
+    def __init__(self, folder, score, tokenizer, critic_sees_c=True):
+        super().__init__(folder, tokenizer, critic_sees_c)
+        self.score = score
 
-def pair_accuracy(scorer, examples, ref_logps, critic, max_tokens):
-    """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
-    ref_logps: the examples' example_outputs under the reference.
-    A value head compares the values of the last turns."""
-    right = 0.0
-    example_logps = example_outputs(scorer, examples, max_tokens)
-    for example, logps, item_ref_logps in zip(examples, example_logps, ref_logps):
-        advantages = item_advantages(example.items, logps, item_ref_logps, critic.normalize)
-        if critic.head == "value":
-            chosen, rejected = (values[-1] for values in advantages)
-        else:
-            chosen, rejected = (values.sum() for values in advantages)
-        if chosen > rejected:
-            right += 1.0
-        elif chosen == rejected:
-            right += 0.5
-    return right / len(examples)
+    def load(self, load, max_tokens):
+        """As of LogRatioCritic."""
+        self.max_tokens = max_tokens
+        self.scorer = load_trained(self.folder, load, self.scorer_class)
+        load_head(self.scorer.head, self.folder)
+
+    def advantages(self, items, ref_items, normalize):
+        """The head's numbers of the actions of items, (B, M)."""
+        return padded(action_outputs(self.scorer, items, self.max_tokens))
+
+    def turn_advantages(self, items, ref_items):
+        numbers = self.advantages(items, ref_items, self.normalize)                        # (B, M)
+        if self.score == "value":
+            return torch.diff(numbers, prepend=torch.zeros(len(items), 1))
+        return numbers
+
+    def describe(self):
+        return f"{self.folder}: scores are the numbers of its {self.score} head"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# critics of --critic: reading and loading
+# --critic: which critic it is
 
-CRITIC = record({"head": one_of("lm", "regression", "value"), "normalize": one_of("turn", "trajectory", "none"),
-                 "privileged": bool, "reference": label},
+CRITIC = record({"score": one_of("logratio", "regression", "value"), "normalize": one_of("turn", "trajectory", "none"),
+                 "critic_sees_c": bool, "reference": label},
                 {"visual": bool, "reference_sees_c": bool, "prompt_form": str})
 UNTRAINED = "untrained"                                             # --critic: the base model, with no training
 # In front of a chat template: in place of a date it then writes the date's format
 UNDATED = "{% macro strftime_now(format) %}{{ format }}{% endmacro %}"
 
 
-def open_critic(name, model, tokenizer, domain, ref_sees_c=None):
-    """The Critic of --critic (its `name`), not loaded yet: that of a folder (read_critic) or, with "untrained", the
+def open_critic(name, model, domain, reference_sees_c=None, show=None):
+    """The critic of --critic (its `name`), not loaded yet: that of a folder (read_critic) or, with "untrained", the
     `model` itself, whose scores are log p(a|o, c) - log p(a|o), a mean over the tokens of a."""
     if name != UNTRAINED:
-        critic = read_critic(name, tokenizer, domain, ref_sees_c)
-    elif ref_sees_c:
+        critic = read_critic(name, domain, reference_sees_c, show)
+    elif reference_sees_c:
         raise InputError(f"--critic {UNTRAINED}: scores every action 0 with a reference that sees c; it needs "
                          "--reference-sees-c no")
     else:
-        critic = Critic(model, model, ref_sees_c=False)
-    say(critic_line(critic))
+        critic = untrained_critic(model)
+    say(critic.describe())
     return critic
 
 
-def read_critic(folder, tokenizer, domain, ref_sees_c=None):
-    """The Critic of a folder of 03, not loaded yet, for a policy with `tokenizer` (None: not compared) on a domain's
-    tasks. InputError where it does not fit.
-    ref_sees_c: what the reference reads; None: what it read in training."""
+def untrained_critic(model):
+    """The critic that a model is, with no training."""
+    return LogRatioCritic(model, model, load_tokenizer(model), reference_sees_c=False)
+
+
+def read_critic(folder, domain, reference_sees_c=None, show=None):
+    """The critic of a folder of 03, not loaded yet, for tasks of a domain. InputError where it does not fit.
+
+    reference_sees_c: of its reference model; None: as in training.
+    show: for a visual critic (vision.VisualCritic)."""
     path = pathlib.Path(folder) / "critic.json"
     if path.parent.is_file():
         raise InputError(f"{folder}: a file; a critic is a folder of 03_train_critic.py, {path.parent.parent} perhaps")
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
     note = read_json(path, CRITIC)
-    if ref_sees_c is None:
-        ref_sees_c = note.get("reference_sees_c", True)
-    critic = Critic(str(folder), note["reference"], note["head"], note["normalize"], note["privileged"], ref_sees_c,
-                    note.get("visual", False))
-    if is_adapter(folder):
-        critic.reference = base_of(folder)
-    if not ref_sees_c and (critic.head != "lm" or not critic.sees_c):
+    critic = critic_of_note(str(folder), note, domain, show)
+    if reference_sees_c is not None and isinstance(critic, LogRatioCritic) and critic.critic_sees_c:
+        critic.reference_sees_c = reference_sees_c
+    elif reference_sees_c is False:
         say(f"{folder}: --reference-sees-c no does nothing for a critic with a head, or one that does not see c")
-        critic.ref_sees_c = True
-    if critic.is_visual and not domain.views:
-        raise InputError(f"{folder}: a visual critic cannot rank {domain.NOUN}s, which have nothing to see")
-    if tokenizer and not critic.is_visual:
-        if tokenizer_name(load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
-            raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
     trained_form = note.get("prompt_form")                           # older critics have none
-    if trained_form and trained_form != prompt_form(critic, load_tokenizer(str(folder)), domain):
+    if trained_form and trained_form != prompt_form(critic, domain):
         raise InputError(f"{folder}: was trained with another critic's prompt than this code makes (HIDDEN_INFO, "
                          "critic_prompt, the chat template); train it again, or score with the code that trained it")
     if is_adapter(folder):
         check_base(folder)
-    elif critic.head == "lm":
+    elif critic.score == "logratio":
         check_weights(folder, critic.reference, note.get("reference_fingerprint"))
     return critic
 
 
-def prompt_form(critic, tokenizer, domain):
-    """A hash of how the prompt of a Critic is made, that is, of one that is made of a task and a dialogue that say
-    nothing, on no date."""
+def critic_of_note(folder, note, domain, show):
+    """The critic that critic.json tells of."""
+    if note.get("visual"):
+        if not domain.views:
+            raise InputError(f"{folder}: a visual critic cannot rank {domain.NOUN}s, which have nothing to see")
+        return vision.VisualCritic(folder, note["score"], domain, show, note["critic_sees_c"])
+    tokenizer = load_tokenizer(folder)
+    if note["score"] != "logratio":
+        return HeadCritic(folder, note["score"], tokenizer, note["critic_sees_c"])
+    reference = base_of(folder) if is_adapter(folder) else note["reference"]
+    return LogRatioCritic(folder, reference, tokenizer, note["critic_sees_c"], note.get("reference_sees_c", True),
+                          note["normalize"])
+
+
+def must_read_text(critic):
+    """InputError for a visual critic."""
+    if not isinstance(critic, TextCritic):
+        raise InputError(f"{critic.folder}: --critic takes a critic that reads text, and this one sees images")
+
+
+def prompt_form(critic, domain):
+    """A hash of how a critic's prompts are made: of those for a task and a dialogue that say nothing."""
     task = {"problem_description": "?", "ground_truth": "c", "own": True}
     history = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
-    if critic.is_visual:
-        page = {"role": "assistant", "content": "```html\n<p>?</p>\n```"}
-        prompts = list(domain.views(task, [*history, page], critic.sees_c))
-    else:
-        undated = {"chat_template": UNDATED + tokenizer.get_chat_template()}
-        dummy = {"task": task, "max_rounds": 2, "dialogue_history": history, "chat_template_args": undated}
-        prompts = []
-        for trajectory in (dummy, {**dummy, "system_prompt": "?"}):
-            prompt = prompt_text(tokenizer, trajectory, history)
-            prompts.append(critic_prompt(tokenizer, prompt, task) if critic.sees_c else prompt)
+    page = {"role": "assistant", "content": "```html\n<p>?</p>\n```"}
+    prompts = critic.empty_prompts(task, [*history, page])
     return hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
-
-
-def critic_line(critic):
-    """What a critic's scores are, in a line."""
-    if critic.head != "lm":
-        return f"{critic.folder}: scores are the numbers of its {critic.head} head"
-    model = "p_ref" if critic.folder == critic.reference else "p"
-    prompt = "o, c" if critic.sees_c else "o"
-    ref_prompt = "o, c" if critic.sees_c and critic.ref_sees_c else "o"
-    mean = {"turn": "a mean over the tokens of a", "none": "a sum over the tokens of a",
-            "trajectory": "a mean over the tokens of a (in training over all agent tokens)"}[critic.normalize]
-    logratio = f"log {model}(a|{prompt}) - log p_ref(a|{ref_prompt})"
-    return f"{critic.folder}: scores are {logratio}, {mean}"
-
-
-def load_critic(critic, load):
-    """Load the Scorers of a Critic. The reference is the model that 03 began with, by its name. Of an adapter it is
-    the same model with its adapter off, of an untrained critic the critic itself, of a critic with a head None.
-
-    load(name, lora=…, has_head=…) loads one: load_whole, or load_scorer where it is split over the ranks."""
-    has_head = critic.head != "lm"
-    is_trained = critic.folder != critic.reference
-    lora = folder_config(critic.folder) if is_trained else None
-    scorer = load(critic.reference if lora else critic.folder, lora=lora, has_head=has_head)
-    if lora:
-        load_adapter(scorer.model, critic.folder)
-    if has_head:
-        load_head(scorer.head, critic.folder)
-    critic.scorer = scorer.eval()
-    critic.ref_scorer = without_adapter(scorer) if lora else scorer
-    if has_head:
-        critic.ref_scorer = None
-    elif is_trained and not lora:
-        critic.ref_scorer = load(critic.reference).eval()
-    for split_scorer in (critic.scorer, critic.ref_scorer):
-        if hasattr(split_scorer, "set_reshard_after_forward"):       # no backward pass needs its layers again
-            split_scorer.set_reshard_after_forward(True)
-    return critic

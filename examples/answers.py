@@ -20,11 +20,10 @@ import random
 
 import torch
 
-import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags, training
 from lib.runtime import InputError, run_stage, say
-from lib.scorer import Row
+from lib.scorer import Sequence
 from lib.statistics import agent_places
 from lib.tokens import agent_turns, decode, encode
 
@@ -65,7 +64,7 @@ def read_right_answers(trajectories, tokenizer, args):
             continue
         read = encode(tokenizer, prompt) + action[:first]
         stated = action[first:]
-        item = [Row(read + stated, [-1] * len(read) + [0] * len(stated))]
+        item = [Sequence(read + stated, [-1] * len(read) + [0] * len(stated))]
         if training.item_length(item) <= args.max_length:
             items.append(item)
     if not items:
@@ -116,7 +115,7 @@ def answering_candidates(row):
     as 02 takes whatever is said there for the answer."""
     domain = domain_of(row["task"])
     answers = []
-    for number, text in enumerate(policy.decision_point(row).texts):
+    for number, text in enumerate(policy.state_of(row).texts):
         history = [*row["history"], {"role": "assistant", "content": text}]
         if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is not None:
             answers.append(number)
@@ -128,7 +127,7 @@ def answering_candidates(row):
 def answers_examples(trajectories, tokenizer, args, run):
     """As 04's sweet_examples, with right answers, and with pairs that choose no unproven answer."""
     domain = domain_of(trajectories[0]["task"])
-    critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
+    critic = policy.open_critic(domain, tokenizer, args)
     if args.answer_coef or args.answers_by_outcome:
         data.fill_rewards(trajectories, vars(args))
     choose = policy.candidate_pairs
@@ -136,9 +135,9 @@ def answers_examples(trajectories, tokenizer, args, run):
         right_turns = turns_of_right_answers(trajectories, args.trajectories)
         choose = functools.partial(allowed_pairs, right_turns)
     right_answers = read_right_answers(trajectories, tokenizer, args) if args.answer_coef else None
-    states = policy.read_states(trajectories, tokenizer, args, critic.sees_c and not critic.is_visual)
+    states = policy.read_states(trajectories, tokenizer, critic, args)
     rows = policy.with_candidates(states, tokenizer, args, run)
-    rows = policy.score_candidates(rows, critic, tokenizer, args, run)
+    rows = policy.score_candidates(rows, critic, args, run)
     pairs = policy.pairs_of(rows, tokenizer, args, run, choose)
     examples = policy.pair_examples(pairs, tokenizer, args.pairs_together)
     if args.answer_coef:

@@ -77,8 +77,9 @@ TaughtExample = collections.namedtuple("TaughtExample", "items pairs task_id inf
 def distill_examples(trajectories, tokenizer, args, run):
     """Examples of all trajectories, without c and, for the teacher, with c; the latter are longer."""
     groups = [(i,) for i in range(len(trajectories))]
-    plain = common.trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
-    informed = common.trajectory_examples(trajectories, groups, tokenizer, sees_c=True)
+    make_items = functools.partial(common.trajectory_items, tokenizer)
+    plain = common.trajectory_examples(trajectories, groups, functools.partial(make_items, sees_c=False))
+    informed = common.trajectory_examples(trajectories, groups, functools.partial(make_items, sees_c=True))
     max_length = min(args.max_length, max_positions(args.model))
     fitting = training.fitting_numbers(informed, max_length, args.trajectories)
     policy.begin(args)

@@ -34,30 +34,31 @@ policy = importlib.import_module("04_train_policy")
 # ---------------------------------------------------------------------------------------------------------------------
 # what candidates are worth
 
-def worths(environment, rows, critic, tokenizer, max_tokens):
+def worths(environment, rows, critic):
     """What every candidate of the rows is worth, a list for each row: by gains() or, of an answer, by the untrained
     critic."""
-    scores = policy.score_rows(rows, critic, tokenizer, max_tokens)
-    gain_of = gains(environment, rows, critic.scorer, tokenizer, max_tokens)
+    scores = policy.score_rows(rows, critic)
+    gain_of = gains(environment, rows, critic)
     for number, row in enumerate(rows):
-        for place, text in enumerate(policy.decision_point(row).texts):
+        for place, text in enumerate(policy.state_of(row).texts):
             if (number, text) in gain_of:
                 scores[number][place] = gain_of[number, text]
     return scores
 
 
-def gains(environment, rows, scorer, tokenizer, max_tokens):
+def gains(environment, rows, critic):
     """{(number of a row, text): log p(c | o_t, text, reply, m) - log p(c | o_t, m), at least 0} of all candidates of
     the rows that are no answers."""
+    tokenizer = critic.tokenizer
     before = [solution_item(tokenizer, row["prompt"], row["task"]) for row in rows]
     after = {}                                                       # {(number of a row, text): an item}
     for number, row in enumerate(rows):
-        for text in sorted(set(policy.decision_point(row).texts)):
+        for text in sorted(set(policy.state_of(row).texts)):
             prompt = prompt_after(row, text, tokenizer, environment)
             if prompt is not None:
                 after[number, text] = solution_item(tokenizer, prompt, row["task"])
     items = [*before, *after.values()]
-    logps = action_outputs(scorer, items, max_tokens)                                                    # (1,) each
+    logps = action_outputs(critic.scorer, items, critic.max_tokens)                                # (1,) each
     gain_of = {}
     for (number, text), logp in zip(after, logps[len(before):]):
         gain = logp.item() - logps[number].item()
@@ -100,13 +101,13 @@ def gain_examples(trajectories, tokenizer, args, run):
     tasks = [trajectory["task"] for trajectory in trajectories]
     if any(domain.lacks(task, "rules") for task in tasks):
         raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")
-    states = policy.read_states(trajectories, tokenizer, args, critic_sees_c=True)
+    critic = common.untrained_critic(args.model)
+    states = policy.read_states(trajectories, tokenizer, critic, args)
     rows = policy.with_candidates(states, tokenizer, args, run)
-    critic = common.Critic(args.model, args.model, ref_sees_c=False)           # the model itself
     options = {**vars(args), "similarity": None}                     # it replies, and scores nothing
     with data.environment(domain, f"{args.out}.images", None, options) as environment:
         score = functools.partial(worths, environment)
-        rows = policy.score_candidates(with_agents(rows, trajectories), critic, tokenizer, args, run, score)
+        rows = policy.score_candidates(with_agents(rows, trajectories), critic, args, run, score)
     pairs = policy.pairs_of(rows, tokenizer, args, run)
     return policy.pair_examples(pairs, tokenizer, args.pairs_together)
 

@@ -119,19 +119,20 @@ def grpo_examples(trajectories, tokenizer, args, run):
     critic = None
     if args.critic:
         domain = domain_of(trajectories[0]["task"])
-        critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
-        if critic.is_visual or critic.head == "value":
-            raise InputError(f"{args.critic}: grpo takes a critic that reads text and has advantages: 03 --head lm or "
-                             "regression")
+        critic = policy.open_critic(domain, tokenizer, args)
+        common.must_read_text(critic)
+        if critic.score == "value":
+            raise InputError(f"{args.critic}: grpo takes a critic that has advantages (03 --score logratio, regression)")
     data.fill_rewards(trajectories, vars(args))
     say_whose(trajectories, args.model)
     groups = [(i,) for i in range(len(trajectories))]
-    examples = common.trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
+    make_items = functools.partial(common.trajectory_items, tokenizer, sees_c=False)
+    examples = common.trajectory_examples(trajectories, groups, make_items)
     fitting = training.fitting_numbers(examples, args.max_length, args.trajectories)
     examples = [examples[i] for i in fitting]
     trajectories = [trajectories[i] for i in fitting]
     policy.begin(args)
-    turn_scores = score_trajectories(trajectories, critic, tokenizer, args, run) if critic else None
+    turn_scores = score_trajectories(trajectories, critic, args, run) if critic else None
     returns = [float(domain_of(t["task"]).eval_score(t)) for t in trajectories]
     advantages = turn_advantages(returns, turn_scores, [example.task_id for example in examples], args.signed)
     ready = token_examples(examples, advantages)
@@ -155,13 +156,13 @@ def say_whose(trajectories, model):
             "probabilities")
 
 
-def score_trajectories(trajectories, critic, tokenizer, args, run):
-    """The critic's advantage of each turn (common.score_turns), kept in advantages.jsonl; [] where it is too long."""
+def score_trajectories(trajectories, critic, args, run):
+    """The critic's advantage of each turn, kept in advantages.jsonl; [] where it is too long."""
     path = pathlib.Path(args.out) / "advantages.jsonl"
     if path.exists():                                                # of a run that was interrupted later
         return [row["advantages"] or [] for row in read_rows(path)]
-    common.load_critic(critic, functools.partial(load_scorer, run=run, sharding=sharding_of(args)))
-    turn_scores = common.score_turns(critic, tokenizer, trajectories, args.max_tokens)
+    critic.load(functools.partial(load_scorer, run=run, sharding=sharding_of(args)), args.max_tokens)
+    turn_scores = critic.score_turns(trajectories)
     if run.rank == 0:
         rows = []
         for trajectory, numbers in zip(trajectories, turn_scores):
@@ -180,7 +181,7 @@ def token_examples(examples, advantages):
         [item] = example.items
         if len(numbers) == 1:                                        # of all turns
             numbers = numbers * num_actions(item)
-        turns = [number for row in item for number in row.turn_ids if number >= 0]
+        turns = [number for row in item for number in row.action_ids if number >= 0]
         tokens = torch.tensor([numbers[turn] for turn in turns])                                  # (tokens,)
         ready.append(GroupExample([token_item(item)], [], example.task_id, tokens))
     return ready
@@ -191,8 +192,8 @@ def token_item(item):
     numbers = itertools.count()
     rows = []
     for row in item:
-        turn_ids = [next(numbers) if number >= 0 else -1 for number in row.turn_ids]
-        rows.append(row._replace(turn_ids=turn_ids))
+        action_ids = [next(numbers) if number >= 0 else -1 for number in row.action_ids]
+        rows.append(row._replace(action_ids=action_ids))
     return rows
 
 

@@ -1,14 +1,12 @@
 """Tasks and trajectories: the kinds of their rows, reading, rewards that are missing, and what scores answers."""
 import asyncio
 import collections
-import functools
 import hashlib
 import itertools
 import pathlib
 
 from colbench import ColBenchError, domain_of, own, schema, task_id
 from colbench.schema import label, list_of, nullable, one_of, record, token_ids, whole
-from lib import vision
 from lib.runtime import InputError, on_main, read_jsonl, say
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -31,16 +29,13 @@ def environment(domain, images, rows_in, arguments, device="cpu"):
     return domain.Environment(**{name: options[name] for name in takes})
 
 
-def sight_of(processor, domain, arguments):
-    """The vision.Sight of a visual critic, for a stage that writes arguments["out"]."""
-    return vision.Sight(processor, domain, functools.partial(show_documents, domain, arguments))
-
-
 @on_main
-def show_documents(domain, arguments, documents):
-    """Sight.show, on rank 0, by an environment that each call opens. Says how many documents cannot be rendered."""
-    images, options = f"{arguments['out']}.images", {**arguments, "similarity": None}
-    with environment(domain, images, None, options) as browser:
+def show_documents(domain, out, browser, documents):
+    """What shows documents to a visual critic, on rank 0: {document: image file, None where it cannot be rendered}, by
+    an environment that each call opens. Says how many cannot be.
+    out: the stage's output. browser: --browser."""
+    options = {"browser": browser, "similarity": None}
+    with environment(domain, f"{out}.images", None, options) as browser:
         files = asyncio.run(browser.show(documents))
     num_lost = list(files.values()).count(None)
     if num_lost:

@@ -448,7 +448,7 @@ def split(scorer, run, sharding):
     """Split the parameters of a module and of its `model` over the ranks (FSDP2).
 
     Each rank keeps 1 / W of them in float32, with their gradients and optimiser state, and gathers a layer in
-    sharding.dtype when it is that layer's turn; one rank once for both passes (but see common.load_critic)."""
+    sharding.dtype when it is that layer's turn; one rank once for both passes (but see scorer.for_scoring)."""
     from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, register_fsdp_forward_method
     mesh = init_device_mesh(run.device.type, (run.world_size,))
@@ -747,15 +747,6 @@ def adapter_off(model):
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-# A scorer.Scorer whose model has its adapter off: the reference of what was trained from it, in no memory of its own
-WithoutAdapter = collections.namedtuple("WithoutAdapter", "scorer")
-
-
-def without_adapter(scorer):
-    """WithoutAdapter(scorer), or the Scorer itself where its model has no adapter."""
-    return WithoutAdapter(scorer) if adapter_layers(scorer.model) else scorer
 
 
 # ---------------------------------------------------------------------------------------------------------------------

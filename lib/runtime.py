@@ -207,7 +207,7 @@ def write_jsonl(path, rows):
     say(f"writes {path} ({len(rows):,} rows)")
 
 
-class Rows:
+class RowFile:
     """A JSONL file that is made row by row. Every rank appends lines "NUMBER ROW" to a partial file of its own, in any
     order; a run that was killed finds the rows that are there (`done`: their numbers) and adds the others, on any
     number of ranks; finish() puts all rows in the order of their numbers."""
@@ -247,7 +247,7 @@ class Rows:
 
 
 def partial_files(out):
-    """The partial files of an output (Rows), of all ranks."""
+    """The partial files of an output (RowFile), of all ranks."""
     return sorted(out.parent.glob(f"{glob.escape(out.name)}.partial.*"))
 
 

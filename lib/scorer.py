@@ -1,6 +1,5 @@
 """Log-probabilities of actions, and a head's numbers: padded batches, trees and their mask, many items at once."""
 import collections
-import functools
 import hashlib
 import math
 import pathlib
@@ -14,24 +13,22 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from lib import vision
 from lib.fast import has_fast_bfloat16, RowValues, width_padding, WIDTH_STEP
 from lib.load import (
     adapter_off,
     add_adapter,
+    base_of,
     check_logits,
     decoder_mask,
-    is_visual,
+    folder_config,
+    load_adapter,
     load_model,
     load_sharded,
     most_positions,
     projection_of,
-    reads_images,
     reshard,
     sliding_window,
     takes_masks,
-    without_adapter,
-    WithoutAdapter,
 )
 from lib.runtime import barrier, gather, InputError, is_main, say
 
@@ -40,13 +37,12 @@ from lib.runtime import barrier, gather, InputError, is_main, say
 
 # A row of tokens.
 # ids             token ids
-# turn_ids        of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
+# action_ids        of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
 #                 simulator, c). An action is what gets one log-probability: an agent's turn (critics, rft, sft), a
 #                 candidate (sweet), a whole dialogue (mtdpo: as_one_action); in examples/grpo.py a single token
 # prompt_length   None or, for a tree, the number of its prompt's tokens: several actions continue one prompt, which is
 #                 computed once; each action sees the prompt and itself
-# images          the image files (None: a black one) that a row of a visual critic shows; it is one action
-Row = namedtuple("Row", "ids turn_ids prompt_length images", defaults=(None, ()))
+Sequence = namedtuple("Sequence", "ids action_ids prompt_length", defaults=(None,))
 
 
 def without_trees(item):
@@ -57,9 +53,9 @@ def without_trees(item):
             rows.append(row)
             continue
         prompt = row.ids[:row.prompt_length]
-        for number in range(1 + max(row.turn_ids)):
-            action = [token for token, turn_id in zip(row.ids, row.turn_ids) if turn_id == number]
-            rows.append(Row(prompt + action, [-1] * len(prompt) + [number] * len(action)))
+        for number in range(1 + max(row.action_ids)):
+            action = [token for token, turn_id in zip(row.ids, row.action_ids) if turn_id == number]
+            rows.append(Sequence(prompt + action, [-1] * len(prompt) + [number] * len(action)))
     return rows
 
 
@@ -75,15 +71,13 @@ def item_length(item):
 
 def num_positions(row):
     """How many positions a row needs: one a token; for a tree, those of its prompt and its longest action."""
-    if row.images:                                                  # has positions of its own kind
-        return 0
     if row.prompt_length is None:
         return len(row.ids)
-    return row.prompt_length + max(collections.Counter(row.turn_ids[row.prompt_length:]).values())
+    return row.prompt_length + max(collections.Counter(row.action_ids[row.prompt_length:]).values())
 
 
 def num_actions(item):
-    return 1 + max(max(row.turn_ids) for row in item)
+    return 1 + max(max(row.action_ids) for row in item)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,7 +86,7 @@ def num_actions(item):
 # In shapes: R rows, T tokens of the longest, B items, M most actions of an item, N action tokens, P pairs, H hidden
 # size, V vocabulary
 
-Batch = namedtuple("Batch", "ids positions turn_ids previous item_index lengths action_tokens mask images")
+Batch = namedtuple("Batch", "ids positions action_ids previous item_index lengths action_tokens mask")
 
 
 def collate(items, device="cpu"):
@@ -100,29 +94,28 @@ def collate(items, device="cpu"):
 
     ids             (R, T) token ids, 0 where padded
     positions       (R, T) position of each token; a tree's actions all begin where its prompt ends
-    turn_ids        (R, T) as of Row, -1 where padded
+    action_ids        (R, T) as of Sequence, -1 where padded
     previous        (R, T) place of the token before; for the first token of a tree's action, of the prompt's last
     item_index      (R,)   the item of each row
     lengths         (B, M) number of tokens of each item's actions, 0 where it has no such action
     action_tokens   (2, N) row and place of each token of an action
-    mask            None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)
-    images          of all rows, in their order"""
+    mask            None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)"""
     rows = [row for item in items for row in item]
     item_index = [number for number, item in enumerate(items) for _ in item]
     # Of a list of 2,000 numbers NumPy makes an array in a fifth of the time that torch takes.
     ids = pad_sequence([torch.from_numpy(np.array(row.ids)) for row in rows], batch_first=True)
-    turn_ids = [torch.from_numpy(np.array(row.turn_ids)) for row in rows]
-    turn_ids = pad_sequence(turn_ids, batch_first=True, padding_value=-1)
+    action_ids = [torch.from_numpy(np.array(row.action_ids)) for row in rows]
+    action_ids = pad_sequence(action_ids, batch_first=True, padding_value=-1)
     padding = 0, width_padding(ids.shape[1], device)
-    ids, turn_ids = F.pad(ids, padding), F.pad(turn_ids, padding, value=-1)
+    ids, action_ids = F.pad(ids, padding), F.pad(action_ids, padding, value=-1)
     num_rows, width = ids.shape
     positions = torch.arange(width).repeat(num_rows, 1)
     previous = positions - 1
-    most_actions = 1 + turn_ids.max().item()
+    most_actions = 1 + action_ids.max().item()
     lengths = torch.zeros(len(items), most_actions)
     for r, row in enumerate(rows):
-        is_action = turn_ids[r] >= 0                                                      # (T,)
-        action_ids = turn_ids[r, is_action]
+        is_action = action_ids[r] >= 0                                                      # (T,)
+        action_ids = action_ids[r, is_action]
         counts = torch.bincount(action_ids, minlength=most_actions)                       # (M,)
         lengths[item_index[r]] += counts
         if row.prompt_length is not None:                # a tree: its actions lie in the order of their numbers
@@ -130,25 +123,25 @@ def collate(items, device="cpu"):
             positions[r, is_action] += row.prompt_length - begins[action_ids]
             previous[r, begins[counts > 0]] = row.prompt_length - 1
             positions[r, len(row.ids):] = 0              # padding of a row that is longer than the model has positions
-    action_tokens = (turn_ids >= 0).nonzero().t()       # here: a GPU would have to end all work before it knew N
-    turn_ids = turn_ids.to(device)
-    tensors = [ids, positions, turn_ids, previous, torch.tensor(item_index), lengths, action_tokens]
+    action_tokens = (action_ids >= 0).nonzero().t()       # here: a GPU would have to end all work before it knew N
+    action_ids = action_ids.to(device)
+    tensors = [ids, positions, action_ids, previous, torch.tensor(item_index), lengths, action_tokens]
     tensors = [tensor.to(device) for tensor in tensors]
-    return Batch(*tensors, tree_mask(rows, turn_ids), images=[image for row in rows for image in row.images])
+    return Batch(*tensors, tree_mask(rows, action_ids))
 
 
-def tree_mask(rows, turn_ids):
+def tree_mask(rows, action_ids):
     """Which tokens (fourth axis) each token (third) of a batch sees, (R, 1, T, T) bool. None where no row is a tree.
 
     In a tree these are the tokens before it of its own action and of the prompt; else all tokens before it.
-    turn_ids: (R, T), as of collate."""
+    action_ids: (R, T), as of collate."""
     is_tree = torch.tensor([row.prompt_length is not None for row in rows])               # (R,)
     if not is_tree.any():
         return None
-    places = torch.arange(turn_ids.shape[1], device=turn_ids.device)                      # (T,)
-    lengths = torch.tensor([len(row.ids) for row in rows], device=turn_ids.device)        # (R,)
+    places = torch.arange(action_ids.shape[1], device=action_ids.device)                      # (T,)
+    lengths = torch.tensor([len(row.ids) for row in rows], device=action_ids.device)        # (R,)
     is_token = places < lengths[:, None]                                                  # (R, T)
-    branches = turn_ids.where(is_tree.to(turn_ids.device)[:, None], -1)                   # (R, T)
+    branches = action_ids.where(is_tree.to(action_ids.device)[:, None], -1)                   # (R, T)
     is_prompt = branches[:, None, :] == -1                                                # (R, 1, T)
     same_branch = branches[:, None, :] == branches[:, :, None]                            # (R, T, T)
     is_before = places <= places[:, None]                                                 # (T, T)
@@ -177,56 +170,79 @@ def batch_pairs(examples):
 # a batch: action_logps or action_values, (B, M)
 
 class Scorer(torch.nn.Module):
-    """A model that gives each action of a batch (collate) a number, (B, M); 0 where an item has no such action.
+    """A causal language model that gives each action of a batch (collate) its log-probability, (B, M); 0 where an item
+    has no such action.
 
-    Without a head it is the action's log-probability (action_logps), with one the head's value (action_values).
     03 and 04 call this, never the model (but to sample). Where it is split over the ranks, a call gathers what it
-    needs, and keeps part of it for the backward pass: without gradients call action_outputs, which frees that.
+    needs, and keeps part of it for the backward pass: without gradients call action_outputs, which frees that."""
 
-    model      a causal language model, or one of the Qwen2-VL family
-    head       None, or a linear layer from a hidden state to one number
-    processor  of a model that sees images"""
+    open_model = staticmethod(load_model)       # a whole one: (name, device, dtype) -> (model, its tokenizer)
 
-    def __init__(self, model, has_head=False, processor=None):
+    def __init__(self, model):
         super().__init__()
         self.model = model
-        self.processor = processor
         self.takes_trees = takes_masks(model)
-        self.head = None
-        if has_head:
-            self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
-            self.reset_head()
-            output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-            if output.weight is not embeddings.weight:
-                # It gets no gradients, and so no optimiser state; a run could not be resumed with it.
-                output.requires_grad_(False)
 
     def collate(self, items, device):
         """The Batch of items; without trees for a model that takes no masks of ours."""
-        if not self.takes_trees:
-            items = [without_trees(item) for item in items]
-        return collate(items, device)
+        return collate(self.without_trees(items), device)
+
+    def without_trees(self, items):
+        if self.takes_trees:
+            return items
+        return [without_trees(item) for item in items]
 
     def check_logits(self, name):
-        """lib.load.check_logits where the model's logits are used."""
-        if self.head is None and not is_visual(self.model):
-            check_logits(self.model, name)
+        """lib.load.check_logits, where the logits are used."""
+        check_logits(self.model, name)
+
+    def reset_head(self):
+        """There is none."""
+
+    def check_positions(self, items):
+        """TooLong where a row goes on for more tokens than the model takes."""
+        most = most_positions(self.model.config)
+        longest = max((num_positions(row) for item in items for row in item), default=0)
+        if longest > most:
+            raise TooLong(f"{self.model.name_or_path}: takes {most:,.0f} tokens, and a prompt with its action has up "
+                          f"to {longest:,} (with c, for a critic); in training --max-length leaves out what is longer")
+
+    def hidden_states(self, batch):
+        """The last hidden state of each token, (R, T, H)."""
+        return hidden_states(self.model, batch)
+
+    def forward(self, batch, outputs_of=None):
+        """outputs_of: what a fork asks of (projection, hidden states, batch) in place of action_logps."""
+        outputs_of = outputs_of or action_logps
+        return outputs_of(projection_of(self.model), self.hidden_states(batch), batch)
+
+
+class HeadScorer(Scorer):
+    """A model with a head, a linear layer from a hidden state to one number, which it gives for each action."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        self.reset_head()
+        output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        if output.weight is not embeddings.weight:
+            # It gets no gradients, and so no optimiser state; a run could not be resumed with it.
+            output.requires_grad_(False)
+
+    def check_logits(self, name):
+        """They are not used."""
 
     def reset_head(self):
         """An untrained head gives every action 0."""
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
-    def forward(self, batch, outputs_of=None):
-        """outputs_of: what a fork asks of (projection, hidden states, batch) in place of action_logps."""
-        if batch.images:
-            hidden = vision.hidden_states(self.model, self.processor, batch)              # (R, T, H)
-        else:
-            hidden = hidden_states(self.model, batch)                                     # (R, T, H)
-        if self.head is not None:
-            return action_values(self.head, hidden, batch)
-        outputs_of = outputs_of or action_logps
-        return outputs_of(projection_of(self.model), hidden, batch)
+    def forward(self, batch):
+        return action_values(self.head, self.hidden_states(batch), batch)
+
+
+class TooLong(InputError):
+    """More tokens than a model takes."""
 
 
 def hidden_states(model, batch):
@@ -288,7 +304,7 @@ def action_sums(batch, values):
     r, t = batch.action_tokens
     shape = batch.lengths.shape + values.shape[1:]
     sums = torch.zeros(shape, device=values.device)
-    place = batch.item_index[r], batch.turn_ids[r, t]                                   # item and action of a token
+    place = batch.item_index[r], batch.action_ids[r, t]                                   # item and action of a token
     return sums.index_put(place, values, accumulate=True)
 
 
@@ -319,16 +335,9 @@ def action_outputs(scorer, items, max_tokens):
     actions of the item,).
 
     Items go through it in batches of at most `max_tokens` padded tokens; a longer item is a batch of its own. If it is
-    split over the ranks, every rank must call this with the same items, and takes its part of the batches.
-    scorer: None, the reference of a critic with a head, whose initial values are 0; or a WithoutAdapter."""
-    if scorer is None:
-        return [torch.zeros(num_actions(item)) for item in items]
-    if isinstance(scorer, WithoutAdapter):
-        with adapter_off(scorer.scorer.model):
-            return action_outputs(scorer.scorer, items, max_tokens)
-    check_positions(items, scorer.model)
-    if not scorer.takes_trees:
-        items = [without_trees(item) for item in items]
+    split over the ranks, every rank must call this with the same items, and takes its part of the batches."""
+    scorer.check_positions(items)
+    items = scorer.without_trees(items)
     chunks = chunks_of(items, max_tokens)
     is_split = hasattr(scorer, "reshard")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
@@ -340,7 +349,7 @@ def action_outputs(scorer, items, max_tokens):
         # Ranks gather layers together, so all make equally many passes: a rank without a chunk repeats the last one.
         chunk = chunks[min(first + rank, len(chunks) - 1)]
         with torch.no_grad():
-            values = scorer(collate([items[i] for i in chunk], scorer.model.device)).cpu()      # (B, M)
+            values = scorer(scorer.collate([items[i] for i in chunk], scorer.model.device)).cpu()      # (B, M)
         for i, item_values in zip(chunk, values):
             outputs[i] = item_values[:num_actions(items[i])].clone()
     scorer.train(was_training)
@@ -351,17 +360,18 @@ def action_outputs(scorer, items, max_tokens):
     return [outputs[i] for i in range(len(items))]
 
 
-class TooLong(InputError):
-    """More tokens than a model takes."""
+def padded(outputs):
+    """The action_outputs of some items as one tensor (B, M), 0 where an item has no such action."""
+    return pad_sequence(outputs, batch_first=True)
 
 
-def check_positions(items, model):
-    """TooLong where a row goes on for more tokens than the model takes."""
-    most = most_positions(model.config)
-    longest = max((num_positions(row) for item in items for row in item), default=0)
-    if longest > most:
-        raise TooLong(f"{model.name_or_path}: takes {most:,.0f} tokens, and a prompt with its action has up to "
-                      f"{longest:,} (with c, for a critic); in training --max-length leaves out what is longer")
+def action_lengths(items):
+    """How many tokens the actions of items have, (B, M); 0 where an item has no such action."""
+    lengths = []
+    for item in items:
+        action_ids = torch.tensor([number for row in item for number in row.action_ids])
+        lengths.append(torch.bincount(action_ids[action_ids >= 0]))
+    return padded(lengths)
 
 
 def chunks_of(items, max_tokens):
@@ -390,14 +400,15 @@ def example_outputs(scorer, examples, max_tokens):
     return results
 
 
-def padded_outputs(outputs, device):
+def padded_outputs(outputs, device="cpu"):
     """The example_outputs of some examples as one tensor (B, M), 0 where an item has no such action."""
-    return pad_sequence([values for items in outputs for values in items], batch_first=True).to(device)
+    return padded([values for items in outputs for values in items]).to(device)
 
 
 def reference_logps(folder, scorer, examples, max_tokens):
-    """example_outputs under the initial weights: to be called before training.Loop loads the saved state of a resumed
-    run. They are kept in `folder`/ref.pt for a run that goes on with the same examples. With a head they are 0."""
+    """example_outputs under the reference model, which the scorer is before its first update, with its adapter off: to
+    be called before training.Loop loads the saved state of a resumed run. They are kept in `folder`/ref.pt for a run
+    that goes on with the same examples."""
     path = pathlib.Path(folder) / "ref.pt"
     digest = hashlib.sha256()
     for item in items_of(examples):
@@ -406,11 +417,9 @@ def reference_logps(folder, scorer, examples, max_tokens):
     barrier()                                                        # all have read it
     if kept.get("examples") == digest.hexdigest():
         return kept["outputs"]
-    initial = None                                                   # a head begins at 0
-    if scorer.head is None:
-        initial = without_adapter(scorer)
-        say(f"reference log-probabilities of {len(examples):,} examples")
-    outputs = example_outputs(initial, examples, max_tokens)
+    say(f"reference log-probabilities of {len(examples):,} examples")
+    with adapter_off(scorer.model):
+        outputs = example_outputs(scorer, examples, max_tokens)
     if is_main():
         partial = path.with_suffix(".partial")
         torch.save({"examples": digest.hexdigest(), "outputs": outputs}, partial)
@@ -421,27 +430,38 @@ def reference_logps(folder, scorer, examples, max_tokens):
 # ---------------------------------------------------------------------------------------------------------------------
 # loading
 
-def load_scorer(name, run, sharding, lora=None, has_head=False):
-    """A Scorer for training, or for scoring with a model that is too large for one rank: split over the ranks."""
-    processor = vision.load_processor(name) if reads_images(name) else None
-    build = functools.partial(Scorer, has_head=has_head, processor=processor)
-    scorer = load_sharded(name, run, sharding, lora, build)
-    if has_head:
-        scorer.reset_head()
+def load_scorer(name, run, sharding, lora=None, kind=Scorer):
+    """A Scorer for training, or for scoring with a model that is too large for one rank: split over the ranks.
+    kind: Scorer or a subclass."""
+    scorer = load_sharded(name, run, sharding, lora, kind)
+    scorer.reset_head()
     scorer.check_logits(name)
     reshard(scorer)
     return scorer
 
 
 def load_whole(device, dtype="float32"):
-    """A `load` for load_critic: whole models on this rank."""
-    def load(name, lora=None, has_head=False):
-        processor = None
-        if reads_images(name):
-            model, processor = vision.load_vision(name, device, dtype)
-        else:
-            model, _ = load_model(name, device, dtype)
+    """A `load` for critics: whole models on this rank."""
+    def load(name, lora=None, kind=Scorer):
+        model, _ = kind.open_model(name, device, dtype)
         if lora:
             add_adapter(model, lora, getattr(torch, dtype))            # as in a pass of a model that is split
-        return Scorer(model, has_head, processor)
+        return kind(model)
     return load
+
+
+def for_scoring(scorer):
+    """The Scorer in evaluation mode. Where it is split, no backward pass needs its layers again."""
+    if hasattr(scorer, "set_reshard_after_forward"):
+        scorer.set_reshard_after_forward(True)
+    return scorer.eval()
+
+
+def load_trained(folder, load, kind):
+    """The Scorer of a critic's folder, for scoring; an adapter's is that of its base model with the adapter.
+    load: load_scorer or of load_whole. kind: Scorer or a subclass."""
+    lora = folder_config(folder)
+    scorer = load(base_of(folder) if lora else folder, lora=lora, kind=kind)
+    if lora:
+        load_adapter(scorer.model, folder)
+    return for_scoring(scorer)

@@ -44,7 +44,7 @@ def show_samples(tokenizer, example):
     begins a line."""
     for row in itertools.chain(*example.items):
         text = ""
-        for number, places in itertools.groupby(range(len(row.ids)), row.turn_ids.__getitem__):
+        for number, places in itertools.groupby(range(len(row.ids)), row.action_ids.__getitem__):
             piece = tokenizer.decode([row.ids[place] for place in places], skip_special_tokens=False)
             if number >= 0:
                 piece = f"[{piece}]" if row.prompt_length is None else f"\n[{piece}]"
@@ -297,11 +297,12 @@ def finish_training(out, scorer, tokenizer, merge):
     remove what only a resumed run needs. merge: write a whole model in place of an adapter."""
     folder = pathlib.Path(out)
     save_model(folder, scorer.model, tokenizer, merge)
-    if scorer.head is not None:
+    head = getattr(scorer, "head", None)
+    if head is not None:
         # not as safetensors: what serves the folder as a plain model would take it for a part of the model
-        head = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in scorer.head.named_parameters()}
+        head = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in head.named_parameters()}
     if is_main():
-        if scorer.head is not None:
+        if head is not None:
             torch.save(head, folder / "turn_head.pt")
         (folder / "COMPLETED").touch()                              # first: a kill from here on costs no training
         for name in ("states", "initial"):

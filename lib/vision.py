@@ -1,14 +1,15 @@
-"""Vision-language models: a user simulator that sees pages, and what a visual critic needs.
+"""Vision-language models: a user simulator that sees pages, and a visual critic.
 
-`views` of a turn, ((caption, document or None), …), are what such a critic is shown of it (`views` of a domain). A row,
-(ids, image files), is the chat that shows them; None in place of a file is a black image."""
+A view, ((caption, document or None), …), is what such a critic is shown of a turn (`views` of a domain)."""
+import copy
 import itertools
-from typing import Callable, NamedTuple
+from collections import namedtuple
 
 import torch
 
-from lib.load import from_pretrained, load_files, load_tokenizer, loading, read_config
+from lib.load import from_pretrained, load_files, load_head, load_tokenizer, loading, read_config
 from lib.runtime import InputError, say
+from lib.scorer import action_outputs, Batch, collate, HeadScorer, load_trained, padded
 from lib.servers import Reply
 from lib.statistics import agent_places
 from lib.tokens import decode, encode, plain_chat, render_chat, stop_ids
@@ -44,15 +45,15 @@ def load_vision(name, device, dtype="float32"):
     return model.to(device).eval(), load_processor(name)
 
 
-def critic_processor(name, head, domain, path):
+def critic_processor(name, score, domain, path):
     """The processor of a model that is trained as a visual critic; InputError where it cannot be one.
-    head: --head. path: of the trajectories, which are of the domain."""
+    score: --score. path: of the trajectories, which are of the domain."""
     if not domain.views:
         raise InputError(f"{name}: a model that sees can be no critic of {domain.NOUN}s ({path}), which have nothing "
                          "to see; name a language model")
-    if head == "lm":
-        raise InputError(f"{name}: a model that sees needs --head regression (or value); one by --head lm reads the "
-                         "reference's text, with any language model")
+    if score == "logratio":
+        raise InputError(f"{name}: a model that sees needs --score regression (or value); --score logratio reads the "
+                         "text of the solution, with any language model")
     if not read_config(name).model_type.startswith("qwen"):
         raise InputError(f"{name}: a visual critic must be of the Qwen2-VL family")
     processor = load_processor(name)
@@ -81,38 +82,148 @@ def vision_reply(model, processor, messages, max_new_tokens):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the visual critic
+# the visual critic: a head on all tokens of what it is shown
 
-class Sight(NamedTuple):
-    """What a visual critic needs beside its scorer."""
-
-    processor: object               # load_processor's
-    domain: object                  # its `views` and NOUN
-    show: Callable                  # documents -> {document: image file, None where it cannot be rendered}; all ranks
+# A row that shows images; all of its tokens are one action. images: their files (None: a black one)
+VisualSequence = namedtuple("VisualSequence", "ids action_ids prompt_length images")
+VisualBatch = namedtuple("VisualBatch", (*Batch._fields, "images"))      # images: of all rows, in their order
 
 
-def views_of(sight, task, history, sees_c):
-    """The view of the last turn of a dialogue, the agent's. sees_c: c is shown, too."""
-    return tuple(sight.domain.views(task, history, sees_c))
+class VisualScorer(HeadScorer):
+    """A model of the Qwen2-VL family with a head, on batches of VisualSequences."""
+
+    open_model = staticmethod(load_vision)
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.processor = load_processor(model.name_or_path)
+
+    def check_positions(self, items):
+        """Images have positions of their own kind."""
+
+    def collate(self, items, device):
+        images = [image for item in items for row in item for image in row.images]
+        return VisualBatch(*collate(items, device), images)
+
+    def hidden_states(self, batch):
+        """The model gives the tokens of images positions in rows and columns."""
+        pixels = read_images(self.processor, batch.images)
+        tensors = {name: values.to(batch.ids.device) for name, values in pixels.items()}
+        is_image = (batch.ids == self.model.config.image_token_id).int()
+        output = self.model.base_model(input_ids=batch.ids, mm_token_type_ids=is_image, use_cache=False, **tensors)
+        return output.last_hidden_state                                                   # (R, T, H)
 
 
-def turn_rows(sight, trajectories, sees_c):
-    """Of each trajectory a list of rows, one for each agent turn."""
-    views = []
-    for trajectory in trajectories:
-        task, history = trajectory["task"], trajectory["dialogue_history"]
-        views.append([views_of(sight, task, history[:place + 1], sees_c) for place in agent_places(history)])
-    row_of = view_rows(sight, views)
-    return [list(map(row_of.get, turn_views)) for turn_views in views]
+class VisualCritic:
+    """A critic that is shown pages; it has the methods of common.TextCritic.
+
+    score      "regression" or "value", what its head was trained for
+    domain     whose `views` say what of a turn is shown
+    show       documents -> {document: image file, None where it cannot be rendered}; on all ranks"""
+
+    scorer_class = VisualScorer
+    normalize = "none"
+    reference_sees_c = True
+
+    def __init__(self, folder, score, domain, show, critic_sees_c=True, processor=None):
+        self.folder = folder
+        self.score = score
+        self.domain = domain
+        self.show = show
+        self.critic_sees_c = critic_sees_c
+        self.processor = processor                                   # load() has it else
+
+    @property
+    def tokenizer(self):
+        """What is saved with the model."""
+        return self.processor
+
+    def prompt(self, prompt, task):
+        """It reads no prompt of the agent's: no c stands in front of it."""
+        return prompt
+
+    def view(self, task, history, sees_c):
+        """What is shown of the agent's turn that ends a history."""
+        return tuple(self.domain.views(task, history, sees_c))
+
+    def trajectory_items(self, trajectories, sees_c):
+        """An item for each trajectory; its actions are the agent's turns."""
+        views = []
+        for trajectory in trajectories:
+            task, history = trajectory["task"], trajectory["dialogue_history"]
+            views.append([self.view(task, history[:place + 1], sees_c) for place in agent_places(history)])
+        row_of = self.view_rows(views)
+        items = []
+        for turn_views in views:
+            rows = [row_of[view] for view in turn_views]
+            items.append([as_action(row, number) for number, row in enumerate(rows)])
+        return items
+
+    def read(self, make):
+        """As of TextCritic: a head has no reference model."""
+        items = make(self.critic_sees_c)
+        return items, items
+
+    def action_views(self, states):
+        """What each action of States would show: a list of views for each state."""
+        views = []
+        for state in states:
+            actions = [{"role": "assistant", "content": text} for text in state.texts]
+            views.append([self.view(state.task, [*state.history, action], self.critic_sees_c) for action in actions])
+        return views
+
+    def score_actions(self, states):
+        """The advantage of each action of States, a list of floats for each state. Equal views are scored once."""
+        views = self.action_views(states)
+        rows = self.view_rows(views)
+        numbers = padded(action_outputs(self.scorer, [[row] for row in rows.values()], self.max_tokens))     # (rows, 1)
+        number_of = dict(zip(rows, numbers.squeeze(1).tolist()))
+        return [[number_of[view] for view in state_views] for state_views in views]
+
+    def view_rows(self, views):
+        """{view: its row} of some lists of views."""
+        files = self.show(documents_of(views))
+        rows = {}
+        for view in itertools.chain(*views):
+            if view not in rows:
+                rows[view] = image_row(self.processor, view, files)
+        return rows
+
+    async def seeing(self, states, environment):
+        """This critic with the pictures that score_actions(states) needs, drawn by an environment."""
+        files = await environment.show(documents_of(self.action_views(states)))
+        critic = copy.copy(self)
+        critic.show = lambda documents: files
+        return critic
+
+    def load(self, load, max_tokens):
+        """As of LogRatioCritic."""
+        self.max_tokens = max_tokens
+        self.scorer = load_trained(self.folder, load, VisualScorer)
+        load_head(self.scorer.head, self.folder)
+        self.processor = self.scorer.processor
+
+    def free(self):
+        self.scorer = None
+
+    def check_tokenizer(self, tokenizer, agent):
+        """It reads no tokens of the agent's."""
+
+    def empty_prompts(self, task, history):
+        return list(self.domain.views(task, history, self.critic_sees_c))
+
+    def note(self):
+        """What critic.json keeps of it."""
+        return {"score": self.score, "normalize": self.normalize, "critic_sees_c": self.critic_sees_c,
+                "reference_sees_c": self.reference_sees_c, "visual": True}
+
+    def describe(self):
+        return f"{self.folder}: scores are the numbers of its {self.score} head"
 
 
-def action_views(sight, points, sees_c):
-    """What each action of some common.DecisionPoints would show: of each point a list of views."""
-    views = []
-    for point in points:
-        actions = [{"role": "assistant", "content": text} for text in point.texts]
-        views.append([views_of(sight, point.task, [*point.history, action], sees_c) for action in actions])
-    return views
+def as_action(row, number):
+    """A VisualSequence as the action of this number."""
+    return row._replace(action_ids=[number] * len(row.ids))
 
 
 def documents_of(views):
@@ -123,18 +234,8 @@ def documents_of(views):
     return list(dict.fromkeys(documents))
 
 
-def view_rows(sight, views):
-    """{view: row} of some lists of views."""
-    files = sight.show(documents_of(views))
-    rows = {}
-    for view in itertools.chain(*views):
-        if view not in rows:
-            rows[view] = image_row(sight.processor, view, files)
-    return rows
-
-
 def image_row(processor, view, files):
-    """The row that shows a view. An image's place in the chat becomes as many tokens as it has.
+    """The VisualSequence that shows a view, as action 0. An image's place in the chat becomes as many tokens as it has.
     files: {document: image file}."""
     images = tuple(files.get(document) for _, document in view)
     content = []
@@ -146,7 +247,8 @@ def image_row(processor, view, files):
         width, height = open_image(image).size
         patches = processor.image_processor.get_number_of_image_patches(height, width, {})
         text += processor.image_token * (patches // processor.image_processor.merge_size ** 2) + more
-    return encode(processor.tokenizer, text), images
+    ids = encode(processor.tokenizer, text)
+    return VisualSequence(ids, [0] * len(ids), None, images)
 
 
 def open_image(path):
@@ -161,13 +263,3 @@ def read_images(processor, paths):
     pixels = torch.cat([read[path]["pixel_values"] for path in paths])
     grids = torch.cat([read[path]["image_grid_thw"] for path in paths])
     return {"pixel_values": pixels, "image_grid_thw": grids}
-
-
-def hidden_states(model, processor, batch):
-    """The last hidden state of each token, (R, T, H), of a batch (collate) whose rows show images. The model
-    gives their tokens positions in rows and columns."""
-    pixels = read_images(processor, batch.images)
-    tensors = {name: values.to(batch.ids.device) for name, values in pixels.items()}
-    is_image = (batch.ids == model.config.image_token_id).int()
-    output = model.base_model(input_ids=batch.ids, mm_token_type_ids=is_image, use_cache=False, **tensors)
-    return output.last_hidden_state

@@ -19,7 +19,7 @@ import common  # noqa: E402  the repository's modules, wherever this is started
 from colbench import ColBenchError, domain_of, task_id  # noqa: E402
 from lib import data, statistics  # noqa: E402
 from lib.flags import add_reference, argument_parser, text_flag  # noqa: E402
-from lib.load import load_model, load_tokenizer  # noqa: E402
+from lib.load import load_model  # noqa: E402
 from lib.runtime import InputError, run_stage, say, start, write_json  # noqa: E402
 from lib.scorer import action_outputs, load_whole, Scorer
 from lib.tokens import encode, end_of_turn, prompt_text, tokenizer_name  # noqa: E402
@@ -55,8 +55,8 @@ def measure_gates(trajectories, domain, model_name, device):
             prompt = prompt_text(tokenizer, trajectory, history)
             turn = prompt, encode(tokenizer, text) + [end_of_turn(tokenizer)]
             kinds.append(kind)
-            items.append(common.rows_of_trajectory(tokenizer, [turn]))
-            items_with_c.append(common.rows_of_trajectory(tokenizer, [turn], task))
+            items.append(common.trajectory_sequences(tokenizer, [turn]))
+            items_with_c.append(common.trajectory_sequences(tokenizer, [turn], task))
     scorer = Scorer(model)
     logps = action_outputs(scorer, items, MAX_TOKENS)                                        # (1,) each
     logps_with_c = action_outputs(scorer, items_with_c, MAX_TOKENS)
@@ -73,8 +73,8 @@ def measure_gates(trajectories, domain, model_name, device):
 # ---------------------------------------------------------------------------------------------------------------------
 # a critic: rank correlation with Monte-Carlo returns
 
-def decision_points(path, dialogues, domain):
-    """(DecisionPoints, for each of them the mean return of each of its actions) of a file of 02 --branch.
+def branched_states(path, dialogues, domain):
+    """(States, for each of them the mean return of each of its actions) of a file of 02 --branch.
 
     States whose actions have equal returns are left out."""
     states = {}                                        # {(task_id, run, sample, turn): (a dialogue, {ids: returns})}
@@ -92,7 +92,7 @@ def decision_points(path, dialogues, domain):
         if len(set(action_returns)) > 1:
             history = dialogue["dialogue_history"]
             prompt = history[place]["input"]
-            points.append(common.DecisionPoint(prompt, dialogue["task"], history[:place], list(returns_of), []))
+            points.append(common.State(prompt, dialogue["task"], history[:place], list(returns_of), []))
             returns.append(action_returns)
     if not points:
         raise InputError(f"{path}: no state whose candidates differ in return; raise --branch or --samples of 02")
@@ -115,16 +115,14 @@ def return_correlation(points, returns, scores):
 
 def measure_ranks(args, trajectories, domain, device):
     """return_correlation of a critic on dialogues of 02 --branch."""
-    critic = common.read_critic(args.critic, None, domain, args.reference_sees_c)
-    if critic.is_visual:
-        raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
-    tokenizer = load_tokenizer(args.critic)
-    if tokenizer_name(tokenizer) != trajectories[0].get("tokenizer"):
+    critic = common.read_critic(args.critic, domain, args.reference_sees_c)
+    common.must_read_text(critic)
+    if tokenizer_name(critic.tokenizer) != trajectories[0].get("tokenizer"):
         raise InputError(f"{args.trajectories}: the agent's tokenizer is not the one of {args.critic}")
-    points, returns = decision_points(args.trajectories, trajectories, domain)
-    say(common.critic_line(critic))
-    critic = common.load_critic(critic, load_whole(device))
-    scores = common.score_actions(critic, tokenizer, points, MAX_TOKENS)
+    points, returns = branched_states(args.trajectories, trajectories, domain)
+    say(critic.describe())
+    critic.load(load_whole(device), MAX_TOKENS)
+    scores = critic.score_actions(points)
     return return_correlation(points, returns, scores)
 
 

@@ -30,7 +30,7 @@ from lib import memory, training  # noqa: E402
 from lib.engine import Engine  # noqa: E402
 from lib.load import add_adapter, import_peft, shard, Sharding
 from lib.runtime import peak_memory_mb, start  # noqa: E402
-from lib.scorer import collate, Row, Scorer
+from lib.scorer import collate, Scorer, Sequence
 
 PEAK = 989e12                                   # FLOP/s of an H100 or H200, bfloat16
 NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
@@ -61,10 +61,10 @@ def random_items(number, num_prompt, num_action, num_actions):
     """Items of a tree of actions after a prompt; without a prompt of a dialogue, of whose turns a third is the
     agent's."""
     num_read = 0 if num_prompt else num_action * 2 // 3
-    turn_ids = [-1] * num_prompt
+    action_ids = [-1] * num_prompt
     for turn in range(num_actions):
-        turn_ids += [-1] * num_read + [turn] * (num_action - num_read)
-    return [[Row(random_ids(len(turn_ids)), turn_ids, num_prompt or None)] for _ in range(number)]
+        action_ids += [-1] * num_read + [turn] * (num_action - num_read)
+    return [[Sequence(random_ids(len(action_ids)), action_ids, num_prompt or None)] for _ in range(number)]
 
 
 def random_ids(number):

@@ -185,7 +185,7 @@ def refused(program, *arguments):
 
 
 def Partial(out, rank=0, ranks=1):
-    """The path of a rank's partial file of an output (runtime.Rows)."""
+    """The path of a rank's partial file of an output (runtime.RowFile)."""
     return pathlib.Path(f"{out}.partial.{rank}of{ranks}")
 
 
@@ -279,9 +279,28 @@ def policy_flags(workspace, method, out, *more):
             "--lr", 1e-4, "--max-steps", 2, "--out", out, *more]
 
 
-def critic_note(head):
+def critic_note(score):
     """The critic.json of a critic with a head."""
-    return {"head": head, "normalize": "none", "privileged": True, "reference": "models/tiny"}
+    return {"score": score, "normalize": "none", "critic_sees_c": True, "reference": "models/tiny"}
+
+
+def load_critic(folder, domain="backend", reference_sees_c=None, load=None, max_tokens=4096):
+    """The critic of a folder, for tasks of a domain (its name), loaded."""
+    import common
+    from colbench import DOMAINS
+    return loaded(common.read_critic(folder, DOMAINS[domain], reference_sees_c), load, max_tokens)
+
+
+def load_untrained(load=None, max_tokens=4096):
+    """models/tiny as an untrained critic."""
+    import common
+    return loaded(common.untrained_critic(str(BASE)), load, max_tokens)
+
+
+def loaded(critic, load=None, max_tokens=4096):
+    from lib.scorer import load_whole
+    critic.load(load or load_whole("cpu"), max_tokens)
+    return critic
 
 
 def trained_critic(workspace, tmp_path_factory, num_steps, *options):
@@ -299,12 +318,12 @@ def critic(workspace, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def regression_critic(workspace, tmp_path_factory):
-    return trained_critic(workspace, tmp_path_factory, 2, "--head", "regression")
+    return trained_critic(workspace, tmp_path_factory, 2, "--score", "regression")
 
 
 @pytest.fixture(scope="session")
 def value_critic(workspace, tmp_path_factory):
-    return trained_critic(workspace, tmp_path_factory, 2, "--head", "value", "--held-out-frac", "0")
+    return trained_critic(workspace, tmp_path_factory, 2, "--score", "value", "--held-out-frac", "0")
 
 
 @pytest.fixture(scope="session")

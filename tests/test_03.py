@@ -13,12 +13,25 @@ import torch
 import common
 from colbench import backend, frontend
 from compare import assert_same_steps, greatest_difference, token_logps_after
-from conftest import BASE, call, critic_note, FUNCTION, read, refused, stage, succeed, write
+from conftest import (
+    BASE,
+    call,
+    critic_note,
+    FUNCTION,
+    load_critic,
+    load_untrained,
+    loaded,
+    read,
+    refused,
+    stage,
+    succeed,
+    write,
+)
 from lib import tokens, training
 from lib.data import read_trajectories
 from lib.load import load_model
 from lib.runtime import InputError
-from lib.scorer import collate, load_whole, Row, Scorer
+from lib.scorer import action_lengths, collate, HeadScorer, Scorer, Sequence
 from lib.tokens import agent_turns, render_chat
 
 critic_stage = stage(3)
@@ -39,19 +52,20 @@ def test_action_advantages_by_hand():
     assert common.action_advantages(logps, ref_logps, lengths, "turn").tolist() == [[0.5, -3.0, 0.0]]
     assert common.action_advantages(logps, ref_logps, lengths, "trajectory").sum().item() == pytest.approx(-0.2)
     assert common.action_advantages(logps, ref_logps, lengths, "none").sum().item() == -1.0
-    item = [Row([5, 6, 6, 6, 6, 7], [-1, 0, 0, 0, 0, 1])]
-    for normalize, expected in (("turn", [0.5, -3]), ("trajectory", [0.4, -0.6]), ("none", [2, -3])):
-        [found] = common.item_advantages([item], logps[:, :2], ref_logps[:, :2], normalize)
-        assert found.tolist() == pytest.approx(expected)
+    items = [[Sequence([5, 6, 6, 6, 6, 7], [-1, 0, 0, 0, 0, 1])], [Sequence([5, 6], [-1, 0])]]
+    assert action_lengths(items).tolist() == [[4, 1], [1, 0]]
 
 
 @pytest.mark.parametrize("normalize, scores", [("turn", [0.5, -3]), ("trajectory", [0.5, -3]), ("none", [2, -3])])
 def test_scores_of_actions_by_hand(tiny, monkeypatch, normalize, scores):
     """Also with --normalize trajectory a mean over the action's own tokens."""
-    monkeypatch.setattr(common, "action_outputs", lambda scorer, *_: [torch.tensor(scorer)])
-    critic = common.Critic("x", "x", "lm", normalize, scorer=[-2.0, -6.0], ref_scorer=[-4.0, -3.0])
-    point = common.DecisionPoint("?", FUNCTION, [], [[5, 5, 5, 5], [6], [5, 5, 5, 5]], [])
-    assert common.score_actions(critic, tiny[1], [point], 4096) == [[*scores, scores[0]]]
+    critic = common.LogRatioCritic("x", "y", tiny[1], normalize=normalize)
+    outputs = iter([[torch.tensor([-2.0, -6.0])], [torch.tensor([-4.0, -3.0])]])     # of the critic, of its reference
+    monkeypatch.setattr(common, "action_outputs", lambda *_: next(outputs))
+    critic.scorer = critic.ref_scorer = Scorer(tiny[0])
+    critic.max_tokens = 4096
+    state = common.State("?", FUNCTION, [], [[5, 5, 5, 5], [6], [5, 5, 5, 5]], [])
+    assert critic.score_actions([state]) == [[*scores, scores[0]]]
 
 
 def test_bradley_terry_losses_by_hand_in_float64():
@@ -83,10 +97,10 @@ def critic(workspace, tmp_path_factory):
     return out, call(3, *flags(workspace, out, "--nll-coef", 0.1))
 
 
-def point_of(row, *actions):
+def state_of(row, *actions):
     """The first turn of a trajectory with further actions."""
     turn = row["dialogue_history"][1]
-    return common.DecisionPoint(turn["input"], row["task"], [], [turn["output_ids"], *actions], [])
+    return common.State(turn["input"], row["task"], [], [turn["output_ids"], *actions], [])
 
 
 def test_it_begins_at_log_2_and_its_folder_is_a_model_with_a_description(critic):
@@ -102,23 +116,21 @@ def test_it_begins_at_log_2_and_its_folder_is_a_model_with_a_description(critic)
 
 
 def test_an_untrained_critic_scores_every_candidate_0(workspace, tiny):
-    model, tokenizer = tiny
-    scorer = Scorer(model)
-    same = common.Critic("x", "x", scorer=scorer, ref_scorer=scorer)
-    point = point_of(read(workspace / "offline.jsonl")[0], [7, 8])
-    assert common.score_actions(same, tokenizer, [point], 4096) == [[0.0, 0.0]]
-    broken = common.Critic("broken", "x", scorer=copy.deepcopy(scorer), ref_scorer=scorer)
+    state = state_of(read(workspace / "offline.jsonl")[0], [7, 8])
+    same = loaded(common.LogRatioCritic(str(BASE), str(BASE), tiny[1]))
+    assert same.score_actions([state]) == [[0.0, 0.0]]
+    broken = load_untrained()
     broken.scorer.model.model.norm.weight.data[0] = float("nan")
-    with pytest.raises(InputError, match="broken: gives scores that are not finite; train this critic again"):
-        common.score_actions(broken, tokenizer, [point], 4096)
+    with pytest.raises(InputError, match="tiny: gives scores that are not finite; train this critic again"):
+        broken.score_actions([state])
 
 
-@pytest.mark.parametrize("head", ["regression", "value"])
-def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
-    out = tmp_path / head
-    printed = call(3, *flags(workspace, out, "--head", head, "--held-out-frac", 0, "--max-steps", 10, "--epochs", 16,
+@pytest.mark.parametrize("score", ["regression", "value"])
+def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, score, tiny):
+    out = tmp_path / score
+    printed = call(3, *flags(workspace, out, "--score", score, "--held-out-frac", 0, "--max-steps", 10, "--epochs", 16,
                              "--beta", 1, "--lr", 3e-3))
-    what = {"regression": "trajectory pairs", "value": "trajectories"}[head]
+    what = {"regression": "trajectory pairs", "value": "trajectories"}[score]
     number = re.search(rf"^([\d,]+) {what} to train on, 0 pairs of other tasks held out$", printed, re.MULTILINE)[1]
     assert f"\n{number} examples, " in printed
     steps = read(out / "metrics.jsonl")
@@ -127,21 +139,21 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
     assert sum(s["loss"] for s in steps[-3:]) / 3 < 0.67
     assert json.loads((out / "args.json").read_text())["args"]["normalize"] == "none"
     # 04 and 02 are not told its kind
-    critic = common.load_critic(common.read_critic(out, tiny[1], backend), load_whole("cpu"))
-    points = [point_of(read(workspace / "offline.jsonl")[0], [7, 8], [7, 8])]
-    (a, b, c), = common.score_actions(critic, tiny[1], points, 4096)
+    critic = load_critic(out)
+    states = [state_of(read(workspace / "offline.jsonl")[0], [7, 8], [7, 8])]
+    (a, b, c), = critic.score_actions(states)
     critic.scorer.takes_trees = False
-    (plain, *_), = common.score_actions(critic, tiny[1], points, 4096)
+    (plain, *_), = critic.score_actions(states)
     assert b == c != a and a == pytest.approx(plain, abs=1e-5)
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
-def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspace, data, tmp_path, head):
+@pytest.mark.parametrize("score", ["logratio", "value"])
+def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspace, data, tmp_path, score):
     """Its 2,048 positions, below --max-length 8,192; a head has no reference that would have read the rows first."""
     rows = read(data / "demos.jsonl")
     for row in rows:
         row["dialogue_history"][0]["content"] += " and" * 1000
-    line = refused(3, *flags(workspace, tmp_path / "out", "--head", head, "--trajectories",
+    line = refused(3, *flags(workspace, tmp_path / "out", "--score", score, "--trajectories",
                              write(tmp_path / "long.jsonl", rows)))
     assert re.search(r"takes 2,048 tokens, and a prompt with its action has up to \d,\d+ ", line)
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
@@ -152,8 +164,8 @@ def test_a_heads_values_by_hand(tiny):
     model, tokenizer = tiny
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     hidden = model.get_decoder()(input_ids=ids).last_hidden_state[0]
-    batch = collate([[Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [Row([5, 6, 7], [-1, 0, 0])]])
-    scorer = Scorer(model, has_head=True)
+    batch = collate([[Sequence([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [Sequence([5, 6, 7], [-1, 0, 0])]])
+    scorer = HeadScorer(model)
     assert scorer(batch).abs().max() == 0                            # untrained
     torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(0))
     torch.nn.init.constant_(scorer.head.bias, 0.5)
@@ -195,12 +207,12 @@ def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny)
 
 
 def test_presets_set_table_5_and_explicit_flags_win(capsys):
-    for preset, more, epochs, head, nll_coef, normalize in (
+    for preset, more, epochs, score, nll_coef, normalize in (
             ("paper-backend", [], 4, "lm", 0.01, "turn"), ("paper-frontend", [], 8, "regression", 0, "none"),
             ("paper-frontend", ["--epochs", "2"], 2, "regression", 0, "none"),
             ("released-backend", [], 4, "lm", 0, "trajectory")):
         args = critic_stage.parse_args([*REQUIRED, "--preset", preset, *more])
-        assert (args.epochs, args.head, args.nll_coef, args.normalize) == (epochs, head, nll_coef, normalize)
+        assert (args.epochs, args.score, args.nll_coef, args.normalize) == (epochs, score, nll_coef, normalize)
         assert (args.lr, args.beta, args.batch_size) == (2e-7, 0.1, 8)
     assert (training.WARMUP_FRAC, training.FINAL_LR_FRAC, training.ADAM_BETAS) == (0.03, 0.1, (0.9, 0.95))
     assert (training.WEIGHT_DECAY, training.MAX_GRAD_NORM) == (0.0, 1.0)
@@ -223,10 +235,10 @@ def test_whether_a_task_is_held_out_by_hand(fraction, held_out):
     assert [task for task in "abc" if critic_stage.is_held_out(task, fraction)] == list(held_out)
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
-def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
+@pytest.mark.parametrize("score", ["logratio", "value"])
+def test_held_out_pairs_share_no_task_with_the_others(workspace, score):
     trajectories = read(workspace / "offline.jsonl")
-    args = critic_stage.parse_args([*REQUIRED, "--held-out-frac", "0.3", "--head", head])
+    args = critic_stage.parse_args([*REQUIRED, "--held-out-frac", "0.3", "--score", score])
     groups, held_out_pairs = critic_stage.split_groups(trajectories, args)
     trained = {trajectories[number]["task_id"] for group in groups for number in group}
     held_out = {trajectories[number]["task_id"] for pair in held_out_pairs for number in pair}
@@ -234,7 +246,7 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
         assert {critic_stage.is_held_out(task, 0.3) for task in tasks} == {is_held_out}
     pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
     first = [row for row in trajectories if row["sample"] == 0]      # one dialogue a task: no pair
-    if head == "value":                                              # every dialogue of the other tasks, one by one
+    if score == "value":                                              # every dialogue of the other tasks, one by one
         assert groups == [(number,) for number, trajectory in enumerate(trajectories)
                           if not critic_stage.is_held_out(trajectory["task_id"], 0.3)]
         assert set(held_out_pairs) < set(pairs) and critic_stage.split_groups(first, args)[1] == []
@@ -242,33 +254,36 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
         assert sorted(groups + held_out_pairs) == sorted(pairs)      # no pair is lost
 
 
-@pytest.mark.parametrize("head, more", [
-    ("lm", ["--no-privileged"]), ("lm", ["--reference-sees-c", "no"]), ("value", [])])
-def test_what_is_trained_and_measured_where_some_is_too_long(workspace, tmp_path, tiny, monkeypatch, head, more):
+@pytest.mark.parametrize("score, more", [
+    ("logratio", ["--critic-sees-c", "no"]), ("logratio", ["--reference-sees-c", "no"]), ("value", [])])
+def test_what_is_trained_and_measured_where_some_is_too_long(workspace, tmp_path, tiny, monkeypatch, score, more):
     """Held-out tasks are measured alone; references and returns are those of their examples; who reads c. (Training and
     passes of the reference have stand-ins.)"""
-    seen, sees_c = {}, "--no-privileged" not in more
+    seen, sees_c = {}, "--critic-sees-c" not in more
     monkeypatch.setattr(critic_stage, "reference_logps", lambda folder, scorer, examples, _: examples)
     monkeypatch.setattr(critic_stage, "train", lambda _, *found: seen.update(trained=found))
-    monkeypatch.setattr(common, "pair_accuracy", lambda _, *found: seen.update(measured=found) or 0.5)
-    printed = call(3, *flags(workspace, tmp_path, "--head", head, "--held-out-frac", 0.4, "--max-length", 252, *more))
+    monkeypatch.setattr(critic_stage, "held_out_accuracy", lambda _, *found: seen.update(measured=found) or 0.5)
+    printed = call(3, *flags(workspace, tmp_path, "--score", score, "--held-out-frac", 0.4, "--max-length", 252, *more))
     (trained, refs, returns, *_), (held_out, held_out_refs, *_) = seen["trained"], seen["measured"]
     assert ("longer than --max-length" in printed) == sees_c         # c makes them longer
     for examples, is_held_out in ((trained, False), (held_out, True)):
         assert {critic_stage.is_held_out(example.task_id, 0.4) for example in examples} == {is_held_out}
+    if score == "value":                                             # it has no reference
+        assert {*refs, *held_out_refs} == {None}
+        refs, held_out_refs = trained + held_out, held_out
     for examples, has_c in ((trained + held_out, sees_c), (refs, not more)):
         texts = [tiny[1].decode(example.items[0][0].ids) for example in examples]
         assert {"The function that this person needs" in text for text in texts} == {has_c}
 
     def said(examples):
-        return [[[token for row in item for token, turn in zip(row.ids, row.turn_ids) if turn >= 0]
+        return [[[token for row in item for token, turn in zip(row.ids, row.action_ids) if turn >= 0]
                  for item in example.items] for example in examples]
     assert said(refs) == said(trained + held_out) and said(held_out_refs) == said(held_out)
     wins = {}
     for row in read_trajectories(workspace / "offline.jsonl", 36):
         wins[repr(sum((turn["output_ids"] for turn in row["dialogue_history"][1::2]), []))] = float(row["reward"] == 1)
     assert returns == [wins[repr(first)] for first, *_ in said(trained + held_out)]
-    assert json.loads((tmp_path / "critic.json").read_text())["privileged"] == sees_c
+    assert json.loads((tmp_path / "critic.json").read_text())["critic_sees_c"] == sees_c
 
 
 def test_one_batch_of_four_is_four_batches_of_one_and_two_ranks(workspace, critic, tmp_path):
@@ -317,10 +332,11 @@ def test_a_critic_s_folder_says_what_its_reference_reads_and_a_flag_has_it_other
     """But for a critic with a head, which has no reference."""
     for folder, sees_c in ((blind, False), (critic[0], True)):
         assert json.loads((folder / "critic.json").read_text())["reference_sees_c"] is sees_c
-        found = [common.read_critic(folder, None, backend, flag).ref_sees_c for flag in (None, True, False)]
+        found = [common.read_critic(folder, backend, flag).reference_sees_c for flag in (None, True, False)]
         assert found == [sees_c, True, False]
-    (tmp_path / "critic.json").write_text(json.dumps(critic_note("value")))
-    assert common.read_critic(tmp_path, None, backend, False).ref_sees_c
+    folder = shutil.copytree(BASE, tmp_path / "value")
+    (folder / "critic.json").write_text(json.dumps(critic_note("value")))
+    assert common.read_critic(folder, backend, False).reference_sees_c
     assert "--reference-sees-c no does nothing" in capsys.readouterr().out
 
 
@@ -331,7 +347,7 @@ def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, criti
               5: [f"a={workspace / 'offline.jsonl'}"]}
     sentence = "They need this {noun}.\n{ground_truth}\n"
     line = f"{critic[0]}: was trained with another critic's prompt than this code makes (HIDDEN_INFO, "
-    assert common.read_critic(critic[0], tiny[1], backend)
+    assert common.read_critic(critic[0], backend)
     with monkeypatch.context() as patch:
         patch.setattr(common, "HIDDEN_INFO", sentence)
         for number, words in stages.items():
@@ -341,43 +357,41 @@ def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, criti
         note = json.loads((tmp_path / "old" / "critic.json").read_text())
         del note["prompt_form"]
         (tmp_path / "old" / "critic.json").write_text(json.dumps(note))
-        assert common.read_critic(tmp_path / "old", tiny[1], backend)
+        assert common.read_critic(tmp_path / "old", backend)
     for module, name, changed in (
             (common, "critic_prompt", lambda tokenizer, prompt, task: prompt), (tokens, "LAST_ROUND", "(the last)"),
             (tokens, "render_chat", lambda *chat, **options: render_chat(*chat, **options) + " ")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, changed)
             with pytest.raises(InputError, match="was trained with another critic's prompt"):
-                common.read_critic(critic[0], tiny[1], backend)
+                common.read_critic(critic[0], backend)
 
 
 def test_the_form_of_a_prompt_is_the_same_every_day(tiny):
     tokenizer, forms = copy.deepcopy(tiny[1]), []
     for day in ("strftime_now('%d %b %Y')", "'28 Nov 2026'", "'29 Nov 2026'", "strftime_now('%H:%M:%S.%f')"):
         tokenizer.chat_template = "{{ " + day + " }}" + tiny[1].chat_template
-        forms += [common.prompt_form(common.Critic("x", "x"), tokenizer, backend) for _ in range(2)]
+        forms += [common.prompt_form(common.LogRatioCritic("x", "x", tokenizer), backend) for _ in range(2)]
     assert forms[0::2] == forms[1::2] and len(set(forms)) == 4
 
 
 def test_scores_with_a_blind_reference(workspace, critic, tiny):
     """An untrained critic's is the gain by hand, of actions and of turns; a trained one's is eq. 3 as printed plus the
     gain."""
-    tokenizer, trajectories, load = tiny[1], read(workspace / "offline.jsonl")[:3], load_whole("cpu")
-    points = []
+    trajectories, states = read(workspace / "offline.jsonl")[:3], []
     for trajectory in trajectories:
         first, *_, last = trajectory["dialogue_history"][1::2]
         actions = [first["output_ids"], [7, 8], last["output_ids"]]
-        points.append(common.DecisionPoint(first["input"], trajectory["task"], [], actions, []))
-    untrained = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), load)
-    gains = common.score_actions(untrained, tokenizer, points, 4096)
-    turn_scores = common.score_turns(untrained, tokenizer, trajectories, 4096)
-    for trajectory, point, point_gains, advantages in zip(trajectories, points, gains, turn_scores):
-        expected = [gain(tiny, trajectory, point.prompt, action) for action in point.actions]
-        assert point_gains == pytest.approx(expected, abs=1e-4) and max(map(abs, point_gains)) > 0.01
+        states.append(common.State(first["input"], trajectory["task"], [], actions, []))
+    untrained = load_untrained()
+    gains = untrained.score_actions(states)
+    turn_scores = untrained.score_turns(trajectories)
+    for trajectory, state, state_gains, advantages in zip(trajectories, states, gains, turn_scores):
+        expected = [gain(tiny, trajectory, state.prompt, action) for action in state.actions]
+        assert state_gains == pytest.approx(expected, abs=1e-4) and max(map(abs, state_gains)) > 0.01
         assert advantages == pytest.approx(turn_gains(tiny, trajectory), abs=1e-4)
-    informed, blind = (common.load_critic(common.read_critic(critic[0], tokenizer, backend, sees_c), load)
-                       for sees_c in (True, False))
-    printed, released = (common.score_actions(loaded, tokenizer, points, 4096) for loaded in (informed, blind))
-    for printed_scores, released_scores, point_gains in zip(printed, released, gains):
-        assert released_scores == pytest.approx([a + b for a, b in zip(printed_scores, point_gains)], abs=1e-4)
+    printed, released = (
+        load_critic(critic[0], reference_sees_c=sees_c).score_actions(states) for sees_c in (True, False))
+    for printed_scores, released_scores, state_gains in zip(printed, released, gains):
+        assert released_scores == pytest.approx([a + b for a, b in zip(printed_scores, state_gains)], abs=1e-4)
         assert released_scores != pytest.approx(printed_scores, abs=1e-3)

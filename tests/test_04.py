@@ -14,11 +14,11 @@ import torch
 import common
 from colbench import backend
 from compare import token_logps_after
-from conftest import BASE, call, dies, FUNCTION, Partial, policy_flags, read, refused, stage, write
+from conftest import BASE, call, dies, FUNCTION, load_untrained, Partial, policy_flags, read, refused, stage, write
 from lib import training
 from lib.data import read_trajectories
 from lib.runtime import InputError, Runtime, start
-from lib.scorer import batch_pairs, collate, items_of, load_whole, Row, without_trees
+from lib.scorer import batch_pairs, collate, items_of, Sequence, without_trees
 from lib.seeds import uniforms
 from lib.tokens import agent_turns, encode
 from lib.training import preference_numbers
@@ -47,7 +47,7 @@ def test_an_untrained_critic_is_no_file():
 # --- losses by hand
 
 def test_the_items_of_several_examples_are_numbered_through():
-    one, two = [Row([5], [0])], [Row([6], [0])]
+    one, two = [Sequence([5], [0])], [Sequence([6], [0])]
     examples = [common.Example([one], [((0, 0), (0, 1))], "a"),
                 common.Example([one], [((0, 1), (0, 0)), ((0, 1), (0, 0))], "b"), common.Example([one], [], "c"),
                 common.Example([one, two], [((0, 0), (1, 1))], "d")]
@@ -56,8 +56,8 @@ def test_the_items_of_several_examples_are_numbered_through():
 
 
 def test_a_trajectory_of_multi_turn_dpo_is_one_action():
-    item = [Row([5, 6, 7, 8], [-1, 0, -1, 1]), Row([9, 5], [-1, 2])]
-    assert [row.turn_ids for row in common.as_one_action(item)] == [[-1, 0, -1, 0], [-1, 0]]
+    item = [Sequence([5, 6, 7, 8], [-1, 0, -1, 1]), Sequence([9, 5], [-1, 2])]
+    assert [row.action_ids for row in common.as_one_action(item)] == [[-1, 0, -1, 0], [-1, 0]]
     assert collate([common.as_one_action(item)]).lengths.tolist() == [[3]]
 
 
@@ -111,16 +111,15 @@ def test_equal_advantages_make_no_pair_and_change_no_other(tiny, tmp_path, capsy
 
 def test_without_c_an_untrained_critic_scores_exactly_0(workspace, tiny):
     """Also where the prompts of others with c put the two passes into other batches."""
-    points = []
+    states = []
     for number, row in enumerate(read_trajectories(workspace / "offline.jsonl")[:12]):
         task = row["task"] if number % 2 else {**row["task"], "ground_truth": ""}
         turns = agent_turns(tiny[1], row)
         for prompt, action in turns:
-            points.append(common.DecisionPoint(prompt, task, [], [action, turns[0][1]], []))
-    critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), load_whole("cpu"))
-    scores = common.score_actions(critic, tiny[1], points, 2048)
-    for point, numbers in zip(points, scores):
-        assert (numbers == [0, 0]) == (point.task["ground_truth"] == "")
+            states.append(common.State(prompt, task, [], [action, turns[0][1]], []))
+    scores = load_untrained(max_tokens=2048).score_actions(states)
+    for state, numbers in zip(states, scores):
+        assert (numbers == [0, 0]) == (state.task["ground_truth"] == "")
 
 
 def test_pairs_are_drawn_from_one_stream_and_the_longer_action_counts(tiny, tmp_path):
@@ -144,7 +143,8 @@ def test_pairs_are_drawn_from_one_stream_and_the_longer_action_counts(tiny, tmp_
 def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
     trajectories = read_trajectories(workspace / "offline.jsonl")
     args = types.SimpleNamespace(data_frac=0.1, seed=0, model=str(BASE), max_new_tokens=8, trajectories="FILE")
-    states = policy_stage.read_states(trajectories, tiny[1], args, critic_sees_c=True)
+    critic = common.untrained_critic(str(BASE))
+    states = policy_stage.read_states(trajectories, tiny[1], critic, args)
     chosen = {(state["task_id"], state["sample"]) for state in states}
     assert len(chosen) == 7
     assert chosen != {(t["task_id"], t["sample"]) for t in trajectories[:7]}              # not the head of the file
@@ -153,7 +153,7 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
     assert [(state["task_id"], state["turn"], state["prompt"]) for state in states] == expected
     assert [len(state["history"]) for state in states] == [1 + 2 * state["turn"] for state in states]
     args.data_frac, runs = 1, [{**trajectories[0], "run": run} for run in (0, 1)]         # as 05 joins them
-    names = [policy_stage.name_of(state) for state in policy_stage.read_states(runs, tiny[1], args, True)]
+    names = [policy_stage.name_of(state) for state in policy_stage.read_states(runs, tiny[1], critic, args)]
     assert len(set(names)) == len(names) == 2 * trajectories[0]["num_rounds"]
 
 
@@ -208,18 +208,17 @@ def test_candidates_are_scored_without_their_thoughts():
     texts = ["{} a</think>What?", "<think>{} b</think>What?", "c</think>{} d"]
     row = {"task": FUNCTION, "prompt": "<think>", "history": [],
            "candidates": [{"text": text.format(backend.MARKER), "ids": [1]} for text in texts]}
-    assert policy_stage.decision_point(row).texts == ["What?", "What?", f"{backend.MARKER} d"]
+    assert policy_stage.state_of(row).texts == ["What?", "What?", f"{backend.MARKER} d"]
 
 
 def test_scoring_that_was_killed_resumes_to_the_same_file(tmp_path, monkeypatch):
     """In blocks of 2 rows: the second one has been written but for the end of its last line."""
     monkeypatch.setattr(policy_stage, "SCORED_TOGETHER", 2)
-    monkeypatch.setattr(common, "load_critic", lambda *_: None)
     monkeypatch.setattr(policy_stage, "add_costs", lambda: None)
     args = argparse.Namespace(out=tmp_path, max_tokens=9, dtype="float32", activation_checkpointing=False, seed=0,
                               compile=False)
     one_rank, rows, done = start(0), [{"x": x} for x in (1, 2, 3, 4, 5)], []
-    critic = types.SimpleNamespace(is_visual=False)
+    critic = types.SimpleNamespace(load=lambda *_: None, free=lambda: None)
 
     def score(block, *_):
         done.append([row["x"] for row in block])
@@ -227,18 +226,18 @@ def test_scoring_that_was_killed_resumes_to_the_same_file(tmp_path, monkeypatch)
     worker = types.SimpleNamespace(score=score)
     out, partial = tmp_path / "scored.jsonl", Partial(tmp_path / "scored.jsonl")
     with dies(worker, "score", calls=2):
-        policy_stage.score_candidates(rows, critic, None, args, one_rank, worker.score)
+        policy_stage.score_candidates(rows, critic, args, one_rank, worker.score)
     partial.write_bytes(partial.read_bytes()[:-3])                          # the last line was cut by the kill
     Partial(tmp_path / "scored.jsonl.x").write_text("0 {}\n")               # another output's
     assert not out.exists()
-    scored = policy_stage.score_candidates(rows, critic, None, args, one_rank, worker.score)
+    scored = policy_stage.score_candidates(rows, critic, args, one_rank, worker.score)
     assert scored == read(out) == [{"x": x, "advantages": [10 * x]} for x in (1, 2, 3, 4, 5)]
     assert done == [[1, 2], [3, 4], [3, 4], [5]] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_costs_count_the_candidates_that_a_killed_run_has_sampled(workspace, tmp_path):
     arguments = untrained(workspace / "offline.jsonl", tmp_path / "out", "--num-trajectories", 4)
-    with dies(policy_stage.Rows, "add", calls=3):
+    with dies(policy_stage.RowFile, "add", calls=3):
         call(4, *arguments)
     call(4, *arguments)
     candidates = [candidate for row in read(tmp_path / "out" / "candidates.jsonl") for candidate in row["candidates"]]
@@ -291,7 +290,7 @@ def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace,
     assert len(examples) == len({(pair["task_id"], pair["sample"], pair["turn"]) for pair in pairs}) > 6
     for example in examples:
         for row in without_trees(example.items[0]):
-            first = row.turn_ids.count(-1)
+            first = row.action_ids.count(-1)
             assert row.ids[first:] in sampled[tuple(row.ids[:first])]
     assert f"\n{len(examples)} examples, " in printed
 

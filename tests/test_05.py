@@ -8,13 +8,25 @@ import numpy as np
 import pytest
 
 import common
-import lib.scorer
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import BASE, call, FUNCTION, policy_flags, read, refused, ROOT, stage, trajectory, turns, write
+from conftest import (
+    BASE,
+    call,
+    FUNCTION,
+    load_critic,
+    loaded,
+    policy_flags,
+    read,
+    refused,
+    ROOT,
+    stage,
+    trajectory,
+    turns,
+    write,
+)
 from lib import statistics
 from lib.data import read_trajectories
-from lib.scorer import load_whole
 from lib.tokens import encode
 
 evaluate = stage(5)
@@ -285,41 +297,38 @@ def test_costs_of_an_agent_are_its_own_and_its_critic_s(tmp_path):
 
 # --- turn advantages, and SWEET's candidates
 
-def loaded(folder, tokenizer):
-    return common.load_critic(common.read_critic(folder, tokenizer, backend), load_whole("cpu"))
-
-
 @pytest.mark.parametrize("name", ["critic", "regression_critic", "value_critic"])
 def test_the_advantage_of_a_turn_is_the_score_of_actions(request, workspace, name, tiny):
-    trained = loaded(request.getfixturevalue(name), tiny[1])
+    trained = load_critic(request.getfixturevalue(name))
     rows = read_trajectories(workspace / "offline.jsonl")[:4]
-    advantages = common.score_turns(trained, tiny[1], rows, 4096)
+    advantages = trained.score_turns(rows)
     assert [len(own) for own in advantages] == [row["num_rounds"] for row in rows]
     for row, own in zip(rows, advantages):
-        points = [common.DecisionPoint(turn["input"], row["task"], [], [turn["output_ids"]], [])
+        states = [common.State(turn["input"], row["task"], [], [turn["output_ids"]], [])
                   for turn in row["dialogue_history"][1::2]]
-        scores = [score for [score] in common.score_actions(trained, tiny[1], points, 4096)]
-        if trained.head == "value":                               # here: how a turn changes the value
+        scores = [score for [score] in trained.score_actions(states)]
+        if trained.score == "value":                               # here: how a turn changes the value
             assert own == pytest.approx(np.diff([0, *scores]), abs=1e-5)
             assert sum(own) == pytest.approx(scores[-1], abs=1e-5)
         else:
             assert own == pytest.approx(scores, abs=1e-5)
-        [alone] = common.score_turns(trained, tiny[1], [row], 4096)
+        [alone] = trained.score_turns([row])
         assert own == pytest.approx(alone, abs=1e-5)                 # in a batch or alone
     assert any(abs(advantage) > 1e-3 for own in advantages for advantage in own)
 
 
 def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(workspace, tiny, monkeypatch):
-    critic = common.Critic("-", "-", scorer=lib.scorer.Scorer(tiny[0]), ref_scorer=lib.scorer.Scorer(tiny[0]))
+    critic = loaded(common.LogRatioCritic(str(BASE), str(BASE), tiny[1]))
     rows = read_trajectories(workspace / "offline.jsonl")[:8]
-    assert common.score_turns(critic, tiny[1], rows, 4096) == [[0.0] * row["num_rounds"] for row in rows]
-    examples = common.trajectory_examples(rows, [(i,) for i in range(8)], tiny[1], True)
-    lengths = [max(len(row.ids) for row in example.items[0]) for example in examples]
-    limit = sorted(lengths)[3]
-    found = common.score_turns(critic, tiny[1], rows, limit)
+    assert critic.score_turns(rows) == [[0.0] * row["num_rounds"] for row in rows]
+    items = common.trajectory_items(tiny[1], rows, sees_c=True)
+    lengths = [max(len(row.ids) for row in item) for item in items]
+    limit = critic.max_tokens = sorted(lengths)[3]
+    found = critic.score_turns(rows)
     assert [own is None for own in found] == [length > limit for length in lengths] and None in found
+    critic.max_tokens = 4096
     monkeypatch.setattr(common, "most_positions", lambda _: limit)
-    assert common.score_turns(critic, tiny[1], rows, 4096) == found
+    assert critic.score_turns(rows) == found
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +418,7 @@ def test_messages_of_another_trainer_get_advantages(workspace, regression_critic
     plain = [{"task": row["task"], "answer": row["answer"], "max_rounds": row["max_rounds"],
               "dialogue_history": turns(*(turn["content"] for turn in row["dialogue_history"]))} for row in rows]
     plain = read_trajectories(write(tmp_path / "plain.jsonl", plain))
-    of_plain = common.score_turns(loaded(regression_critic, tiny[1]), tiny[1], plain, 4096)
+    of_plain = load_critic(regression_critic).score_turns(plain)
     assert f"agent turns: {sum(row['num_rounds'] for row in rows)} rendered again" in capsys.readouterr().out
     for row, example, advantages in zip(rows, exported, of_plain):
         assert len(example["kinds"]) == len(example["advantages"]) == row["num_rounds"]

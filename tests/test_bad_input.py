@@ -43,9 +43,9 @@ def changed(value, path, new):
 
 HALF_DIALOGUE = "HALF_DIALOGUE:2: not JSON ("
 CRITICS = {                     # {name of a critic's folder: its critic.json, or None}
-    "NO_JSON": "", "A_LIST": "[]", "AN_INT": '{"head": 1}', "NO_NOTE": None,
-    "NO_FORM": '{"head": "lm", "normalize": "x"}',
-    "SIGHT": '{"visual": true, "head": "value", "normalize": "none", "privileged": true, "reference": "r"}'}
+    "NO_JSON": "", "A_LIST": "[]", "AN_INT": '{"score": 1}', "NO_NOTE": None,
+    "NO_FORM": '{"score": "logratio", "normalize": "x"}',
+    "SIGHT": '{"visual": true, "score": "value", "normalize": "none", "critic_sees_c": true, "reference": "r"}'}
 OTHER = '… two tasks with different references have the "task_id"'
 NO_SIGHT = "SIGHT: a visual critic cannot rank functions, which have nothing to see"
 MISTAKES = {                    # {stage and flags: how the line begins … what is further in it}
@@ -209,10 +209,10 @@ FLAGS = {                       # {program: flags, or (flags, what the line says
         ("--reference-sees-c no", "--reference-sees-c goes with --best-of")],
     3: ["--lr inf", "--lr -1", "--lr x", "--beta nan", "--held-out-frac 1.1", "--seed 1.5", "--batch-size 0",
         "--lora 0", "--model ''", "--reference-sees-c maybe",
-        ("--no-privileged --reference-sees-c no", "--reference-sees-c no needs --head lm"),
-        ("--head value --reference-sees-c no", "--reference-sees-c no needs --head lm"),
-        ("--head regression --normalize turn", "--normalize and --nll-coef need --head lm"),
-        ("--head value --nll-coef 0.01", "--normalize and --nll-coef need --head lm")],
+        ("--critic-sees-c no --reference-sees-c no", "--reference-sees-c no needs --score logratio"),
+        ("--score value --reference-sees-c no", "--reference-sees-c no needs --score logratio"),
+        ("--score regression --normalize turn", "--normalize and --nll-coef need --score logratio"),
+        ("--score value --nll-coef 0.01", "--normalize and --nll-coef need --score logratio")],
     4: ["--data-frac 2", "--temperature nan", "--num-candidates 100000000", "--temperature 1e-40", "--critic ''"],
     5: ["--baseline ''", "--baseline c", "a/b=c", "a", ("a=x", "a"),
         ("--reference-sees-c no", "--reference-sees-c goes with --critic")],

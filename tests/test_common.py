@@ -21,7 +21,7 @@ from lib.engine import Engine
 from lib.fast import WIDTH_STEP
 from lib.load import load_tokenizer
 from lib.runtime import InputError
-from lib.scorer import action_outputs, collate, Row, Scorer
+from lib.scorer import action_outputs, collate, HeadScorer, Scorer, Sequence
 from lib.tokens import (
     AGENT,
     agent_messages,
@@ -94,25 +94,25 @@ def test_rows_of_a_trajectory_as_literal_arrays(tiny):
     _, tokenizer = tiny
     first, actions = f"{U}the fee{E}{A}", [ids_of(tokenizer, "▁What▁", "?", E), ids_of(tokenizer, "▁Thanks▁", E)]
     turns = list(zip((first, f"{first}{tokenizer.decode(actions[0])}{U}the price{E}{A}"), actions))
-    (row,) = common.rows_of_trajectory(tokenizer, turns)
+    (row,) = common.trajectory_sequences(tokenizer, turns)
     assert row.ids == ids_of(tokenizer, U, "▁the▁", "▁fee▁", E, A, "▁What▁", "?", E, U, "▁the▁", "▁price▁", E, A,
                              "▁Thanks▁", E)
-    assert row.turn_ids == [-1, -1, -1, -1, -1, 0, 0, 0, -1, -1, -1, -1, -1, 1, 1]
+    assert row.action_ids == [-1, -1, -1, -1, -1, 0, 0, 0, -1, -1, -1, -1, -1, 1, 1]
     assert row.prompt_length is None
-    (with_c,) = common.rows_of_trajectory(tokenizer, turns, {**TASK, "ground_truth": "def f(x):\n    return {}"})
+    (with_c,) = common.trajectory_sequences(tokenizer, turns, {**TASK, "ground_truth": "def f(x):\n    return {}"})
     num_new = len(with_c.ids) - len(row.ids)
     assert "def f(x):\n    return {}" in tokenizer.decode(with_c.ids[:num_new])
-    assert with_c.ids[num_new:] == row.ids and with_c.turn_ids == [-1] * num_new + row.turn_ids
+    assert with_c.ids[num_new:] == row.ids and with_c.action_ids == [-1] * num_new + row.action_ids
     turns[1] = f"{U}the price{E}{A}", actions[1]                   # a template that does not append: a row a turn
-    rows = common.rows_of_trajectory(tokenizer, turns)
-    assert [row.turn_ids for row in rows] == [[-1, -1, -1, -1, -1, 0, 0, 0], [-1, -1, -1, -1, -1, 1, 1]]
+    rows = common.trajectory_sequences(tokenizer, turns)
+    assert [row.action_ids for row in rows] == [[-1, -1, -1, -1, -1, 0, 0, 0], [-1, -1, -1, -1, -1, 1, 1]]
 
 
 def test_candidate_tree_as_literal_arrays(tiny):
     _, tokenizer = tiny
     what, thanks = ids_of(tokenizer, "▁What▁", "?", E), ids_of(tokenizer, "▁Thanks▁", E)
     (row,) = common.actions_item(tokenizer, f"{U}the{A}", [what, thanks])
-    assert row == Row(ids_of(tokenizer, U, "▁the▁", A) + what + thanks, [-1, -1, -1, 0, 0, 0, 1, 1], 3)
+    assert row == Sequence(ids_of(tokenizer, U, "▁the▁", A) + what + thanks, [-1, -1, -1, 0, 0, 0, 1, 1], 3)
     batch = collate([[row]])
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 3, 4]]
     assert batch.previous.tolist() == [[-1, 0, 1, 2, 3, 4, 2, 6]]
@@ -128,10 +128,10 @@ def test_candidate_tree_as_literal_arrays(tiny):
 
 
 def test_collate_pads_on_the_right():
-    batch = collate([[Row([5, 6, 7], [-1, 0, 0])], [Row([8, 9], [-1, 0]), Row([4], [1])]])
+    batch = collate([[Sequence([5, 6, 7], [-1, 0, 0])], [Sequence([8, 9], [-1, 0]), Sequence([4], [1])]])
     assert batch.ids.tolist() == [[5, 6, 7], [8, 9, 0], [4, 0, 0]]
     assert batch.mask is None
-    assert batch.turn_ids.tolist() == [[-1, 0, 0], [-1, 0, -1], [1, -1, -1]]
+    assert batch.action_ids.tolist() == [[-1, 0, 0], [-1, 0, -1], [1, -1, -1]]
     assert batch.item_index.tolist() == [0, 1, 1]
     assert batch.lengths.tolist() == [[2, 0], [1, 1]]
 
@@ -139,11 +139,11 @@ def test_collate_pads_on_the_right():
 # --- log-probabilities
 
 def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny):
-    items = [[Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [Row([5, 6, 7], [-1, 0, 0])]]
+    items = [[Sequence([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [Sequence([5, 6, 7], [-1, 0, 0])]]
     expected = Scorer(tiny[0])(collate(items))
     monkeypatch.setitem(WIDTH_STEP, "cpu", 8)
     batch = collate(items)
-    assert batch.ids.shape == batch.turn_ids.shape == (2, 8) and batch.mask.shape == (2, 1, 8, 8)
+    assert batch.ids.shape == batch.action_ids.shape == (2, 8) and batch.mask.shape == (2, 1, 8, 8)
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 0, 0, 0]   # no model needs positions for padding
     torch.testing.assert_close(Scorer(tiny[0])(batch), expected)
 
@@ -153,7 +153,7 @@ def test_action_logps_in_batches_against_a_plain_softmax(tiny):
     tokenizer = tiny[1]
     turns = [(f"{U}the fee{E}{A}", ids_of(tokenizer, "▁What▁", "?", E)), (f"{U}12{E}{A}", ids_of(tokenizer, "▁8▁", E)),
              (f"{U}the price of the fee{E}{A}", ids_of(tokenizer, "▁Thanks▁", "▁the▁", "▁fee▁", E))]
-    items = [common.rows_of_trajectory(tokenizer, [turn]) for turn in turns]
+    items = [common.trajectory_sequences(tokenizer, [turn]) for turn in turns]
     expected = torch.stack([token_logps_after(tiny, *turn).sum() for turn in turns])
     scorer, modes = Scorer(tiny[0]).train(), []
     scorer.register_forward_pre_hook(lambda module, _: modes.append(module.training))
@@ -289,14 +289,14 @@ def fake_model():
 
 @needs_cuda_build
 @pytest.mark.parametrize("prompt_length", [None, 2], ids=["rows", "trees"])
-@pytest.mark.parametrize("has_head", [False, True], ids=["lm", "head"])
-def test_a_scorer_on_fake_cuda_mixes_no_devices(has_head, prompt_length):
-    batch = collate([[Row([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], prompt_length)],
-                            [Row([5, 6, 7], [-1, -1, 0], prompt_length)]])
+@pytest.mark.parametrize("kind", [Scorer, HeadScorer])
+def test_a_scorer_on_fake_cuda_mixes_no_devices(kind, prompt_length):
+    batch = collate([[Sequence([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], prompt_length)],
+                            [Sequence([5, 6, 7], [-1, -1, 0], prompt_length)]])
     tensors = {name: value for name, value in batch._asdict().items() if isinstance(value, torch.Tensor)}
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.device("cuda"), torch.no_grad():
         tensors = {name: mode.from_tensor(value).to("cuda") for name, value in tensors.items()}
-        values = Scorer(fake_model(), has_head)(batch._replace(**tensors))
+        values = kind(fake_model())(batch._replace(**tensors))
     assert values.device.type == "cuda" and values.shape == (2, 2)
 
 

@@ -10,9 +10,21 @@ import torch
 
 import common
 from colbench import backend
-from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, stage, trajectory, turns, write
-from lib.load import load_tokenizer
-from lib.scorer import load_whole, Row
+from conftest import (
+    BASE,
+    call,
+    critic_note,
+    FUNCTION,
+    load_critic,
+    Partial,
+    read,
+    refused,
+    stage,
+    trajectory,
+    turns,
+    write,
+)
+from lib.scorer import Sequence
 
 critics = importlib.import_module("scripts.critics")
 
@@ -110,19 +122,20 @@ ADVANTAGES = [                                      # of the turns of a chosen a
     ([0.0, 3.0], [3.0])]                            # a tie; a tie
 
 
-@pytest.mark.parametrize("head, accuracy", [("lm", 3 / 5), ("value", 1.5 / 5)])
-def test_pair_accuracy_by_hand(monkeypatch, head, accuracy):
+@pytest.mark.parametrize("score, accuracy", [("logratio", 3 / 5), ("regression", 3 / 5), ("value", 1.5 / 5)])
+def test_pair_accuracy_by_hand(monkeypatch, score, accuracy):
     """By sums over turns, and of a value head by the last turns: a tie is half right. The reference says 7 of every
     turn; all turns have one token."""
+    reference = 7 if score == "logratio" else 0
     examples, outputs, ref_values = [], [], []
     for pair in ADVANTAGES:
-        items = [[Row([5] * len(values), list(range(len(values))))] for values in pair]
+        items = [[Sequence([5] * len(values), list(range(len(values))))] for values in pair]
         examples.append(common.Example(items, [], "a"))
-        outputs.append([torch.tensor(values) + 7 for values in pair])
+        outputs.append([torch.tensor(values) + reference for values in pair])
         ref_values.append([torch.full((len(values),), 7.0) for values in pair])
-    monkeypatch.setattr(common, "example_outputs", lambda scorer, *_: outputs)
-    form = common.Critic("x", "x", head)
-    assert common.pair_accuracy(None, examples, ref_values, form, 4096) == pytest.approx(accuracy)
+    monkeypatch.setattr(stage(3), "example_outputs", lambda scorer, *_: outputs)
+    critic = types.SimpleNamespace(score=score, normalize="turn")
+    assert stage(3).held_out_accuracy(None, examples, ref_values, critic, 4096) == pytest.approx(accuracy)
 
 
 def test_the_correlation_with_returns_by_hand():
@@ -131,7 +144,7 @@ def test_the_correlation_with_returns_by_hand():
     states = [("a", [0.1, 0.2, 0.3], [0.0, 0.5, 1.0]), ("a", [9.0, 8.0, 7.0], [0.0, 0.5, 1.0]),
               ("b", [-5.0, 5.0], [0.0, 1.0]), ("c", [1.0, 2.0, 3.0], [0.0, 1.0, 0.5])]
     tasks, scores, returns = zip(*states)
-    points = [common.DecisionPoint("", {**FUNCTION, "task_id": task}, [], [], []) for task in tasks]
+    points = [common.State("", {**FUNCTION, "task_id": task}, [], [], []) for task in tasks]
     measured = critics.return_correlation(points, returns, scores)
     assert measured["rank_correlation"] == pytest.approx(0.5) and measured["num_states"] == 4
     assert measured["ci95"] == pytest.approx([0, 1])
@@ -152,11 +165,10 @@ def test_a_critic_is_measured_by_monte_carlo_returns(branches, critic, regressio
         ids = tuple(row["dialogue_history"][state[1]]["output_ids"])             # equal candidates are one
         returns_of.setdefault(state, {}).setdefault(ids, []).append(row["reward"] == 1)
     means = [[sum(wins) / len(wins) for wins in own.values()] for own in returns_of.values()]
-    points, returns = critics.decision_points(branches[0], rows, backend)
+    points, returns = critics.branched_states(branches[0], rows, backend)
     assert returns == [own for own in means if len(set(own)) > 1] and 0 < ranks["num_states"] == len(points)
-    critic = common.load_critic(common.read_critic(regression_critic, None, backend), load_whole("cpu"))
-    scores = common.score_actions(critic, load_tokenizer(str(regression_critic)), points, 4096)
-    again = critics.return_correlation(points, returns, scores)
+    critic = load_critic(regression_critic)
+    again = critics.return_correlation(points, returns, critic.score_actions(points))
     assert ranks["rank_correlation"] == pytest.approx(again["rank_correlation"])
 
 

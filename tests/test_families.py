@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
 import lib.load
-from colbench import backend
-from conftest import BASE, call, critic_note, read
+from conftest import BASE, call, critic_note, load_critic, read
 from lib.fast import WIDTH_STEP
 from lib.load import (
     load_model,
@@ -27,7 +26,7 @@ from lib.load import (
     takes_masks,
 )
 from lib.runtime import InputError, start
-from lib.scorer import action_outputs, collate, load_scorer, load_whole, Row, Scorer, without_trees
+from lib.scorer import action_outputs, collate, load_scorer, Scorer, Sequence, without_trees
 from lib.tokens import encode, stop_ids
 from server import generate
 
@@ -240,7 +239,7 @@ def test_no_number_depends_on_how_long_its_neighbours_are(tokenizer, family, ste
     monkeypatch.setitem(WIDTH_STEP, "cpu", step)
     model, prompt = model_of(family, **NEIGHBOURS[family]), "<|user|>the price<|end|><|assistant|>"
     start = encode(tokenizer, prompt)
-    row = [Row(start + [33] * (49 - len(start)), [-1] * len(start) + [0] * (49 - len(start)))]
+    row = [Sequence(start + [33] * (49 - len(start)), [-1] * len(start) + [0] * (49 - len(start)))]
     ids = torch.tensor([row[0].ids])
     with torch.no_grad():
         logps = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])
@@ -254,7 +253,7 @@ def test_no_number_depends_on_how_long_its_neighbours_are(tokenizer, family, ste
                   action_outputs(scorer, [tree, row], 4096)[::-1]):
         torch.testing.assert_close(torch.cat(found), torch.cat(alone), atol=1e-3, rtol=0)
     with pytest.raises(InputError, match="takes 64 tokens"):
-        action_outputs(scorer, [row, [Row([33] * 65, [-1] + [0] * 64)]], 4096)
+        action_outputs(scorer, [row, [Sequence([33] * 65, [-1] + [0] * 64)]], 4096)
     prompts = [start, [33] * 40, [50] * 56]
     uniforms = torch.full((3, 8), .5)
     together = generate(model, prompts, uniforms, 1.0, [])
@@ -392,7 +391,7 @@ def test_a_damaged_folder_is_one_line(tmp_path, name, monkeypatch):
     change(folder / file)
     with pytest.raises(InputError) as error:
         if file == "critic.json":
-            common.load_critic(common.read_critic(folder, None, backend), load_whole("cpu"))
+            load_critic(folder)
         else:
             stop_ids(*load_model(str(folder), "cpu"))
     line = str(error.value)

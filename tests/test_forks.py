@@ -12,11 +12,25 @@ import torch
 import common
 from colbench import backend
 from compare import greatest_difference, logps_after, token_logps_after
-from conftest import BASE, call, dies, fork, FUNCTION, read, refused, stage, succeed, turns, write
+from conftest import (
+    BASE,
+    call,
+    dies,
+    fork,
+    FUNCTION,
+    load_critic,
+    load_untrained,
+    read,
+    refused,
+    stage,
+    succeed,
+    turns,
+    write,
+)
 from lib import training
 from lib.data import read_trajectories
 from lib.load import Projection
-from lib.scorer import load_whole, Row
+from lib.scorer import Sequence
 from lib.tokens import encode, prompt_text
 
 grpo, distill, gain, answers = MODULES = [fork(name) for name in ("grpo", "distill", "gain", "answers")]
@@ -70,7 +84,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(runs, name, tmp_path, monkeyp
     words = [*words, "--save-every", "1", "--out", tmp_path / "out"]
     with dies(training.Loop, "update", calls=1):
         call(module, *words)
-    for owner, made_before in ((common, "score_turns"), (common, "score_actions"), (stage(4), "open_sampler")):
+    for owner, made_before in ((common.LogRatioCritic, "load"), (stage(4), "open_sampler")):
         monkeypatch.delattr(owner, made_before)
     assert "continues at step 1" in call(module, *words) and greatest_difference(tmp_path / "out", whole) == 0
     kept = {"signed": "advantages.jsonl", "gain": "pairs.jsonl"}[name]
@@ -90,7 +104,7 @@ def test_bad_input_is_one_line(few, critic, value_critic, tmp_path):
     free = write(tmp_path / "free", [{**row, "task": {**row["task"], "facts": []}} for row in rows])
     for module, words, message in (
             (grpo, equal, f"{tmp_path / 'equal'}: no examples to train on: 6 of 6 trajectories are left out"),
-            (grpo, ["--critic", value_critic], "grpo takes a critic that reads text and has advantages"),
+            (grpo, ["--critic", value_critic], "grpo takes a critic that has advantages"),
             (distill, ["--max-length", 9], "no examples to train on: all 18 are longer than --max-length 9"),
             (gain, ["--trajectories", free], "gain needs template tasks"),
             (answers, ["--critic", critic, "--answer-coef", 1, *equal], "--answer-coef: no successful dialogue"),
@@ -140,10 +154,10 @@ def test_advantages_by_hand(returns, turn_scores, tasks, is_signed, expected):
 
 
 def test_each_token_has_the_advantage_of_its_turn_and_is_an_action():
-    example = common.Example([[Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])]], [], "a")
+    example = common.Example([[Sequence([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])]], [], "a")
     one, two = grpo.token_examples([example] * 4, [[2.0], [1.0, -1.0], None, []])
     assert one.advantages.tolist() == [2, 2, 2] and two.advantages.tolist() == [1, 1, -1]
-    assert one.items == two.items == [[Row([5, 6, 7, 8, 9], [-1, 0, 1, -1, 2])]]
+    assert one.items == two.items == [[Sequence([5, 6, 7, 8, 9], [-1, 0, 1, -1, 2])]]
 
 
 def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path, tiny):
@@ -175,8 +189,7 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path
 def test_scores_are_the_critics_advantage_of_each_turn(few, critic, runs, tiny):
     rows, scored = read(few), read(runs["signed"][2] / "advantages.jsonl")
     assert [(row["task_id"], row["sample"]) for row in scored] == [(row["task_id"], row["sample"]) for row in rows]
-    loaded = common.load_critic(common.read_critic(critic, None, backend), load_whole("cpu"))
-    for row, advantages in zip(scored, common.score_turns(loaded, tiny[1], rows[:4], 16384)):
+    for row, advantages in zip(scored, load_critic(critic).score_turns(rows[:4])):
         assert row["advantages"] == pytest.approx(advantages, abs=1e-5)
 
 
@@ -223,18 +236,18 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny, max_rou
     row["candidates"] = [{"text": text, "ids": [*encode(tiny[1], text), tiny[1].eos_token_id]} for text in texts]
     prompt_of = functools.partial(prompt_text, tiny[1], row)
     row["prompt"] = prompt_of(history)
-    critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), load_whole("cpu"))
+    critic = load_untrained()
 
     def logp_of_answer(history):
         return token_logps_after(tiny, f"{prompt_of(history)}{backend.MARKER}\n", answer).sum().item()
     with backend.Environment() as world:
         other = {**row, "prompt": prompt_of(turns("?"))}
-        _, worths = gain.worths(world, [other, row], critic, tiny[1], 4096)
+        _, worths = gain.worths(world, [other, row], critic)
         for text, worth in zip(texts[:2], worths):
             asked = turns(task["problem_description"], text)
             asked.append(gain.reply_to(task, asked, world))
             assert worth == pytest.approx(max(0, logp_of_answer(asked) - logp_of_answer(history)), abs=1e-3)
-    [scores] = common.score_actions(critic, tiny[1], [stage(4).decision_point(row)], 4096)
+    [scores] = critic.score_actions([stage(4).state_of(row)])
     assert worths[0] > 2 and worths[1] < .5                          # with the marker 3.1 in the last round but one
     assert worths[2] == pytest.approx(scores[2], abs=1e-6)           # an answer
 
@@ -270,7 +283,7 @@ def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny, ca
     items = answers.read_right_answers(wins, tokenizer, args)
     assert len(items) == len(wins) > 10
     for trajectory, [row] in zip(wins, items):
-        stated = [token for token, number in zip(row.ids, row.turn_ids) if number == 0]
+        stated = [token for token, number in zip(row.ids, row.action_ids) if number == 0]
         assert tokenizer.decode(stated, skip_special_tokens=True).strip() == trajectory["answer"].strip()
         assert stated[-1] == tokenizer.eos_token_id                  # and that the answer ends
         assert backend.MARKER in tokenizer.decode(row.ids[:-len(stated)])

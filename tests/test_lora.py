@@ -15,8 +15,9 @@ import common
 import lib.load
 from colbench import backend
 from compare import assert_same_steps, furthest, set_weights, weights
-from conftest import BASE, call, dies, read, refused, succeed, write
+from conftest import BASE, call, dies, load_critic, load_untrained, read, refused, succeed, write
 from lib.load import (
+    adapter_off,
     add_adapter,
     load_adapter,
     load_model,
@@ -27,11 +28,11 @@ from lib.load import (
     whole_model,
 )
 from lib.runtime import InputError, start
-from lib.scorer import action_outputs, collate, load_scorer, load_whole, Row, Scorer
+from lib.scorer import action_outputs, collate, HeadScorer, load_scorer, load_whole, Scorer, Sequence
 from lib.training import adamw, Checkpoints
 
 LORA, DPO = ["--lora", 4], ["--method", "mtdpo"]
-AN_ITEM = [[Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
+AN_ITEM = [[Sequence([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
 
 
 def flags(data, out, *more):
@@ -91,7 +92,7 @@ def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
 def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
     """In bfloat16: base weights in bfloat16, adapters and the optimiser's state in float32, two numbers for each."""
     config = lora_config(str(BASE), 4, None, False)
-    scorer = load_scorer(str(BASE), start(0), Sharding("bfloat16"), config, has_head=True)
+    scorer = load_scorer(str(BASE), start(0), Sharding("bfloat16"), config, HeadScorer)
     optimizer = adamw(scorer, 1e-2)
     scorer(collate(AN_ITEM)).sum().backward()
     optimizer.step()
@@ -103,7 +104,7 @@ def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
         assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
     assert set(state["optimizer"]["state"]) == trained
     assert all(values["exp_avg"].dtype == torch.float32 for values in state["optimizer"]["state"].values())
-    adapted = common.load_critic(common.Critic("a", "a"), lambda *_, **__: scorer)             # an agent, untrained
+    adapted = load_untrained(lambda *_, **__: scorer)               # an agent
     assert adapted.ref_scorer is scorer
 
 
@@ -135,11 +136,12 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
         expected = outputs_of(load(str(BASE)))
         if dtype == "float32":
             assert torch.equal(expected, outputs_of(Scorer(tiny[0])))
-        loaded = common.load_critic(common.read_critic(critic, tiny[1], backend), load)
-        assert loaded.ref_scorer.scorer is loaded.scorer
+        loaded = load_critic(critic, load=load)
+        assert loaded.ref_scorer is loaded.scorer
         for _ in range(2):                                          # on again, and off again
             assert (outputs_of(loaded.scorer) - expected).abs().max() > 1e-3
-            assert torch.equal(outputs_of(loaded.ref_scorer), expected)
+            with adapter_off(loaded.ref_scorer.model):
+                assert torch.equal(outputs_of(loaded.ref_scorer), expected)
 
 
 # --- folders
@@ -216,7 +218,7 @@ def of_peft(config, folder, std=0.1):
     values = []
     for number in range(2):
         ids = row.ids[:row.prompt_length]
-        ids = ids + [token for token, turn_id in zip(row.ids, row.turn_ids) if turn_id == number]
+        ids = ids + [token for token, turn_id in zip(row.ids, row.action_ids) if turn_id == number]
         logps = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, :-1], -1)
         values.append(logps[range(len(ids) - 1), ids[1:]][row.prompt_length - 1:].sum().item())
     return torch.tensor(values)
@@ -268,7 +270,7 @@ def test_an_adapter_file_holds_what_its_configuration_names(policy, critic, tiny
                 if folder is policy:
                     load_model(str(out), "cpu")
                 else:
-                    common.load_critic(common.read_critic(out, tiny[1], backend), load_whole("cpu"))
+                    load_critic(out)
 
 
 def test_bfloat16_keeps_small_adapters(policy, tmp_path):
@@ -354,10 +356,10 @@ def test_04_takes_adapter_folders(data, critic, policy, tmp_path):
 
 def test_a_head_is_trained_beside_the_adapter(data, tmp_path, tiny):
     out = tmp_path / "critic"
-    call(3, *flags(data, out, "--head", "value"))
+    call(3, *flags(data, out, "--score", "value"))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    loaded = common.load_critic(common.read_critic(out, tiny[1], backend), load_whole("cpu"))
-    assert loaded.ref_scorer is None and loaded.scorer.head.weight.abs().max() > 1e-3
+    loaded = load_critic(out)
+    assert loaded.scorer.head.weight.abs().max() > 1e-3
     assert largest_b(adapter(out)) > 1e-3
     assert len(set(outputs_of(loaded.scorer).tolist())) == 2
     changed = shutil.copytree(BASE, tmp_path / "changed")
@@ -365,7 +367,7 @@ def test_a_head_is_trained_beside_the_adapter(data, tmp_path, tiny):
     config = out / "adapter_config.json"
     config.write_text(config.read_text().replace(str(BASE), str(changed)))
     with pytest.raises(InputError, match="changed, whose weights have changed since"):
-        common.read_critic(out, tiny[1], backend)
+        common.read_critic(out, backend)
 
 
 def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tmp_path):
@@ -378,7 +380,7 @@ def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tm
         assert re.search(r"its base model cannot be used \(.*moved.*; write where it is into .*adapter_config",
                          refused(2, *arguments))
     shutil.copytree(BASE, tmp_path / "moved")
-    assert load_model(str(tmp_path / "policy"), "cpu")[0] and common.read_critic(tmp_path / "critic", tiny[1], backend)
+    assert load_model(str(tmp_path / "policy"), "cpu")[0] and common.read_critic(tmp_path / "critic", backend)
     set_weights(tmp_path / "moved", {name: tensor * 1.01 for name, tensor in weights(BASE).items()})
     for folder, arguments in (("critic", best), ("policy", [*play, tmp_path / "policy"])):
         assert refused(2, *arguments) == (

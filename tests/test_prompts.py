@@ -66,12 +66,12 @@ def test_turns_without_ids_are_what_the_template_writes_and_c_stands_before_all_
         assert prompt.count("Help.") == 1
         if name in ("llama 3", "gemma", "mistral"):
             assert encode(tokenizer, prompt).count(tokenizer.bos_token_id) == 1
-    [row], [_] = (common.rows_of_trajectory(tokenizer, turns, task) for task in (None, TASK))
+    [row], [_] = (common.trajectory_sequences(tokenizer, turns, task) for task in (None, TASK))
     chat = [{"role": "system", "content": "Help."}, *ROW["dialogue_history"]]
     assert render_chat(tokenizer, chat).startswith(tokenizer.decode(row.ids, clean_up_tokenization_spaces=False))
     end = tokenizer.convert_tokens_to_ids(TEMPLATES[name][2])
     for number, text in enumerate(["What fee?", "Thanks"]):
-        *action, last = [token for token, turn in zip(row.ids, row.turn_ids) if turn == number]
+        *action, last = [token for token, turn in zip(row.ids, row.action_ids) if turn == number]
         assert decode(tokenizer, action).strip() == text and last == end and tokenizer.eos_token_id not in action
     model = types.SimpleNamespace(generation_config=types.SimpleNamespace(eos_token_id=17))
     assert stop_ids(model, tokenizer) == sorted({17, tokenizer.eos_token_id, end})
@@ -142,11 +142,11 @@ def test_rows_hold_the_ids_that_were_read(name):
         action = letters if text == "Thanks" else continuation(tokenizer, prompt, space + text)
         turns.append((prompt, [*action, tokenizer.eos_token_id]))
         history = [*history, {"role": "assistant", "content": text}, {"role": "user", "content": "12"}]
-    rows = common.rows_of_trajectory(tokenizer, turns)
+    rows = common.trajectory_sequences(tokenizer, turns)
     assert len(rows) == 3                               # the second and third action are not what their text encodes to
     for number, (prompt, action) in enumerate(turns):
-        [row] = [row for row in rows if number in row.turn_ids]
-        begin = row.turn_ids.index(number)
+        [row] = [row for row in rows if number in row.action_ids]
+        begin = row.action_ids.index(number)
         assert row.ids[:begin] == encode(tokenizer, prompt)
         assert row.ids[begin:begin + len(action)] == action
 

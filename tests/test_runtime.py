@@ -16,7 +16,7 @@ from conftest import BASE, call, dies, read, refused, ROOT, run, stage, succeed,
 from lib import runtime, training
 from lib.data import read_trajectories
 from lib.load import weights_fingerprint
-from lib.runtime import fingerprint, InputError, read_jsonl, Rows
+from lib.runtime import fingerprint, InputError, read_jsonl, RowFile
 
 
 def test_lines_of_a_file(tmp_path):
@@ -172,7 +172,7 @@ def test_each_start_of_a_stage_is_a_run_of_its_own(data, tmp_path, runs):
     train = ["--trajectories", data / "demos.jsonl", "--model", BASE, "--num-trajectories", 12, "--batch-size", 2,
              "--epochs", 9, "--held-out-frac", 0, "--max-steps", 5, "--save-every", 2]
     play = ["--tasks", data / "tasks.jsonl", "--agent", "script", "--max-rounds", 8, "--concurrency", 1]
-    for number, owner, method, arguments in ((3, training.Loop, "update", train), (2, Rows, "add", play)):
+    for number, owner, method, arguments in ((3, training.Loop, "update", train), (2, RowFile, "add", play)):
         arguments += ["--out", tmp_path / str(number), "--track", "colbench"]
         with dies(owner, method, calls=3 if number == 3 else 5):
             call(number, *arguments)

@@ -18,7 +18,7 @@ import lib.servers
 from colbench import backend, task_id
 from conftest import BASE, begin, call, critic_note, killed, Partial, policy_flags, read, refused, run, turns, write
 from lib.load import load_tokenizer
-from lib.runtime import InputError, Rows, start
+from lib.runtime import InputError, RowFile, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
 from lib.seeds import server_seed
 from lib.servers import NoRoom, read_reply, Reply, ReplyError, Server
@@ -349,7 +349,7 @@ def test_what_ids_must_be():
 
 def write_rows(out, items, make_row, concurrency):
     runtime = start(0)
-    rows = Rows(out, runtime)
+    rows = RowFile(out, runtime)
     failures = add_rows(rows, items, make_row, concurrency, runtime)
     finish_rows(rows, len(items), failures, runtime)
     return read(out)
@@ -362,7 +362,7 @@ def test_what_is_missing_is_shared_out_evenly_in_groups(tmp_path):
         return made.append(item)
     for rank in range(2):
         runtime = start(0)._replace(rank=rank, world_size=2)
-        rows = Rows(tmp_path / "out", runtime)
+        rows = RowFile(tmp_path / "out", runtime)
         rows.done = {number for number in range(24) if number // 3 % 2}        # all of what was rank 1's
         add_rows(rows, range(24), make_row, 1, runtime, group=3)
     assert made == [0, 1, 2, 12, 13, 14, 6, 7, 8, 18, 19, 20]
@@ -464,8 +464,9 @@ def test_ids_of_a_server_are_kept_and_read_by_a_critic_and_a_judge_needs_none(
         tasks, critic, tmp_path, serve, monkeypatch):
     """A critic in passes of --max-tokens."""
     monkeypatch.setattr(lib.servers, "RETRIES", 3)                   # a request may be cut twice
-    limits, score = [], common.score_actions
-    monkeypatch.setattr(common, "score_actions", lambda *arguments: (limits.append(arguments[3]), score(*arguments))[1])
+    limits, score = [], common.TextCritic.score_actions
+    monkeypatch.setattr(common.TextCritic, "score_actions",
+                        lambda critic, states: (limits.append(critic.max_tokens), score(critic, states))[1])
     write(tasks, read(tasks)[:3])
     server, clean = serve("--model", BASE, "--cut", 9, "--no-end", 10), serve("--model", BASE)
     words = ["--tasks", tasks, "--max-rounds", 2, "--max-new-tokens", 30, "--concurrency", 2]

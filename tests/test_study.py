@@ -211,8 +211,8 @@ def test_each_round_goes_on_with_the_agent_of_the_one_before(call, monkeypatch):
 
 
 CRITICS = {                     # of the arm of this name (all-no-c has no-c's)
-    "no-c": ("no_privileged", True), "no-norm": ("normalize", "none"), "regression": ("head", "regression"),
-    "value": ("head", "value"), "published": ("normalize", "trajectory"), "blind": ("reference_sees_c", False),
+    "no-c": ("critic_sees_c", False), "no-norm": ("normalize", "none"), "regression": ("score", "regression"),
+    "value": ("score", "value"), "published": ("normalize", "trajectory"), "blind": ("reference_sees_c", False),
     **{c: ("trajectories", f"o/seed1/offline-{c}.jsonl") for c in ("exchanged", "facts")}}
 
 

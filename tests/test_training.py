@@ -27,7 +27,7 @@ from lib.fast import use_grouped_attention
 from lib.load import add_adapter, import_peft, load_model, Projection, save_model, Sharding
 from lib.memory import memory_plan, planned_model, PlannedStep
 from lib.runtime import InputError, Runtime, start
-from lib.scorer import action_logps, collate, hidden_states, load_scorer, Row, Scorer, token_logps, without_trees
+from lib.scorer import action_logps, collate, hidden_states, load_scorer, Scorer, Sequence, token_logps, without_trees
 from lib.training import adamw, Checkpoints, epoch_batches, learning_rate, Loop, rank_batches
 
 WHOLE, HALF = Sharding(), Sharding(dtype="bfloat16")
@@ -225,7 +225,7 @@ def print_memory(planned, rank, _):
 
     def step(width):
         half = width // 2
-        row = Row(list(range(width)), [-1] * half + [0] * (width - half), half if planned.tree else None)
+        row = Sequence(list(range(width)), [-1] * half + [0] * (width - half), half if planned.tree else None)
         for _ in range(1 + planned.accumulates):
             scorer(collate([[row]] * planned.num_rows)).sum().backward()
         torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
@@ -295,7 +295,7 @@ def test_steps_by_hand(tmp_path, monkeypatch):
     monkeypatch.setattr("lib.training.add_costs", lambda **_: None)
     scorer = torch.nn.Linear(2, 1, bias=False).double().eval()
     weight = torch.nn.init.constant_(scorer.weight, 1.0).detach().clone()
-    example = common.Example([[Row([5], [0])]], [], "a")
+    example = common.Example([[Sequence([5], [0])]], [], "a")
     args = argparse.Namespace(out=tmp_path, epochs=4, seed=0, max_steps=None, lr=0.1, save_every=9, track=None)
     mean, square = torch.zeros(2, 1, 2, dtype=torch.float64)
     loop, rates = Loop(scorer, [example], 1, args, start(0)), [0.1, 0.1, 0.0775, 0.0325]
@@ -312,7 +312,7 @@ def test_steps_by_hand(tmp_path, monkeypatch):
 
 
 def test_ranks_draw_different_numbers_for_dropout_and_a_resumed_run_the_same(tmp_path):
-    example = common.Example([[Row([5], [0])]], [], "a")
+    example = common.Example([[Sequence([5], [0])]], [], "a")
     args = argparse.Namespace(out=tmp_path, epochs=3, seed=0, max_steps=None, lr=0.1, save_every=9, track=None)
     start(0)
 
@@ -343,7 +343,7 @@ def test_every_rank_makes_as_many_passes_over_the_same_batch():
     tokens = {7: [5], 3: [2, 30], 9: [6, 6], 1: [20], 4: [8]}         # by the longest row: 7, 9, 4, 1, 3
     examples = {}
     for i, lengths in tokens.items():
-        examples[i] = common.Example([[Row([0] * length, [0] * length) for length in lengths]], [], "a")
+        examples[i] = common.Example([[Sequence([0] * length, [0] * length) for length in lengths]], [], "a")
     for world_size, expected in ((1, [[[7, 9], [4, 1], [3]]]), (2, [[[7, 4], [3]], [[9, 1], [7]]]),
                                  (8, [[[7]], [[9]], [[4]], [[1]], [[3]], [[7]], [[7]], [[7]]])):
         ranks = [list(rank_batches(batch, examples, 2, Runtime(rank, world_size, "cpu"))) for rank in range(world_size)]

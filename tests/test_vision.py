@@ -1,5 +1,6 @@
 """lib/vision.py and what uses it: the rows of a visual critic, its training and use, the human who sees pages."""
 import asyncio
+import copy
 import json
 import math
 import shutil
@@ -16,13 +17,13 @@ import common
 from colbench import frontend
 from colbench.browser import Browser, Render
 from compare import assert_same_steps
-from conftest import BASE, call, read, refused, run, stage, succeed, turns, write
-from lib.data import sight_of
+from conftest import BASE, call, load_critic, read, refused, run, stage, succeed, turns, write
+from lib.data import show_documents
 from lib.load import load_tokenizer
 from lib.runtime import InputError
-from lib.scorer import action_outputs, collate, load_whole, Row, Scorer
+from lib.scorer import action_outputs
 from lib.servers import visible_text
-from lib.vision import load_processor, load_vision, read_images, view_rows, views_of, vision_reply
+from lib.vision import load_processor, load_vision, read_images, vision_reply, VisualCritic, VisualScorer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -40,10 +41,10 @@ TASK = {"problem_description": "A shop.", "ground_truth": REFERENCE}
 IDEA = turns("A shop.")
 
 
-def turn_row(sight, history, sent, sees_c=True):
-    """(ids, image files) of the turn after `history` that says `sent`, a page perhaps."""
-    view = views_of(sight, TASK, [*history, {"role": "assistant", "content": sent}], sees_c)
-    return view_rows(sight, [[view]])[view]
+def turn_row(critic, history, sent, sees_c=True):
+    """The VisualSequence of the turn after `history` that says `sent`, a page perhaps."""
+    view = critic.view(TASK, [*history, {"role": "assistant", "content": sent}], sees_c)
+    return critic.view_rows([[view]])[view]
 
 
 @pytest.fixture(scope="module")
@@ -94,17 +95,19 @@ def test_an_adapter_of_a_model_that_sees_is_applied(vlm, tmp_path):
 
 @pytest.fixture(scope="module")
 def seeing(vlm, tmp_path_factory):
-    """(scorer, Sight) with a head that is not 0. Each page is rendered once."""
-    model, processor = load_vision(str(vlm), "cpu")
-    scorer = Scorer(model, True, processor)
-    torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(1))
-    sight, files = sight_of(processor, frontend, {"out": tmp_path_factory.mktemp("images") / "x"}), {}
+    """A critic with a head that is not 0. Each page is rendered once."""
+    out, files = tmp_path_factory.mktemp("images") / "x", {}
 
     def show(documents):
         if not files.keys() >= set(documents):
-            files.update(sight.show(documents))
+            files.update(show_documents(frontend, out, None, documents))
         return files
-    return scorer, sight._replace(show=show)
+    critic = VisualCritic(str(vlm), "regression", frontend, show)
+    critic.scorer = VisualScorer(load_vision(str(vlm), "cpu")[0])
+    critic.processor = critic.scorer.processor
+    critic.max_tokens = 4096
+    torch.nn.init.normal_(critic.scorer.head.weight, generator=torch.Generator().manual_seed(1))
+    return critic
 
 
 @pytest.fixture(scope="module")
@@ -125,19 +128,15 @@ def dialogues(tmp_path_factory):
 
 def test_a_row_by_hand(seeing):
     """Text and number of tokens; ids and pixels are those of transformers' own processor."""
-    _, sight = seeing
-    processor, files = sight.processor, sight.show([REFERENCE, WHITE])
-    ids, images = turn_row(sight, turns("A shop.", WHITE, "It is<|image_pad|> blue."), WHITE)
+    processor, files = seeing.processor, seeing.show([REFERENCE, WHITE])
+    ids, numbers, _, images = turn_row(seeing, turns("A shop.", WHITE, "It is<|image_pad|> blue."), WHITE)
     count = ids.count(processor.image_token_id)
     picture = f"<|vision_start|>{'<|image_pad|>' * (count // 2)}<|vision_end|>"
     assert 2 <= count <= 24 and processor.decode(ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nLast they said: It is<\u200b|image_pad|> blue."
         f"\nThe page that they need:{picture}\nThe page that they get:{picture}<|im_end|>\n")
-    assert images == (files[REFERENCE], files[WHITE])
-    first, second = common.visual_item([(ids, images), (ids[:9], (None,))])
-    assert first == Row(ids, [0] * len(ids), None, images)
-    assert second == Row(ids[:9], [1] * 9, None, (None,))
-    ids, images = turn_row(sight, IDEA, "Which colour?", sees_c=False)
+    assert images == (files[REFERENCE], files[WHITE]) and numbers == [0] * len(ids)
+    ids, _, _, images = turn_row(seeing, IDEA, "Which colour?", sees_c=False)
     assert images == (None,) and processor.decode(ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nThey get no page yet:<|vision_start|>"
         + "<|image_pad|>" * 4 + "<|vision_end|><|im_end|>\n")                              # 56 x 56 pixels
@@ -146,24 +145,25 @@ def test_a_row_by_hand(seeing):
              {"type": "image", "path": files[WHITE]}]
     theirs = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=True, return_dict=True,
                                            return_tensors="pt")
-    ids, images = turn_row(sight, IDEA, WHITE)
+    ids, _, _, images = turn_row(seeing, IDEA, WHITE)
     assert ids == theirs["input_ids"][0].tolist()
     pixels = read_images(processor, images)
     assert all(torch.equal(pixels[name], theirs[name]) for name in pixels)
 
 
 def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seeing):
-    scorer, sight = seeing
-    long = turns("A shop.", RED, "No, make it white, please.")
-    items = [common.visual_item([turn_row(sight, IDEA, RED), turn_row(sight, long, WHITE)]),
-             common.visual_item([turn_row(sight, IDEA, "Which colour?", sees_c=False)])]
+    scorer = seeing.scorer
+    long = turns("A shop.", RED, "No, make it white, please.", WHITE)
+    items = [*seeing.trajectory_items([{"task": TASK, "dialogue_history": long}], sees_c=True),
+             *seeing.trajectory_items([{"task": TASK, "dialogue_history": turns("A shop.", "Which colour?")}], False)]
+    assert [row.action_ids for row in items[0]] == [[n] * len(row.ids) for n, row in enumerate(items[0])]
     with torch.no_grad():
-        batch = collate(items)
+        batch = scorer.collate(items, "cpu")
         values = scorer(batch)                                                            # (2, 2)
         for item, turn in ((0, 0), (0, 1), (1, 0)):
             row = items[item][turn]
-            inputs = {"input_ids": torch.tensor([row.ids]), **read_images(sight.processor, row.images)}
-            inputs["mm_token_type_ids"] = (inputs["input_ids"] == sight.processor.image_token_id).int()
+            inputs = {"input_ids": torch.tensor([row.ids]), **read_images(seeing.processor, row.images)}
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == seeing.processor.image_token_id).int()
             by_hand = scorer.model(**inputs, output_hidden_states=True).hidden_states[-1][0].mean(0)
             torch.testing.assert_close(values[item, turn], scorer.head(by_hand)[0], atol=1e-5, rtol=1e-5)
         assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
@@ -174,51 +174,43 @@ def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seei
 
 
 def state(*texts, task=TASK, history=IDEA):
-    return common.DecisionPoint("", task, history, None, list(texts))
+    return common.State("", task, history, None, list(texts))
 
 
 def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
-    scorer, sight = seeing
-    other = {**TASK, "ground_truth": RED}
-
-    def scores(privileged, *states):
-        critic = common.Critic("", "", "regression", sees_c=privileged, is_visual=True, sight=sight, scorer=scorer)
-        return common.score_actions(critic, None, states, 4096)
+    other, blind = {**TASK, "ground_truth": RED}, copy.copy(seeing)
+    blind.critic_sees_c = False
     thoughts = visible_text(frontend, f"<think>{RED}</think>OUTPUT: {WHITE}")  # as 02 and 04 make a state
     states = [state(WHITE, thoughts, BLACK, "no page"), state(WHITE, task=other),
               state(WHITE, "no page", history=turns("A shop.", WHITE, "Nice."))]
-    (white, thought, black, none), (with_other,), (again, last) = scores(True, *states)
+    (white, thought, black, none), (with_other,), (again, last) = seeing.score_actions(states)
     assert white == thought and len({round(value, 4) for value in (white, black, none)}) == 3
     assert again == last != white and abs(with_other - white) > 1e-4
-    (white, *_), (with_other,), _ = scores(False, *states)
+    (white, *_), (with_other,), _ = blind.score_actions(states)
     assert white == with_other
 
 
 def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Browser, "render", mock.AsyncMock(return_value=Render(None, None, "fault")))
-    assert sight_of(None, frontend, {"out": tmp_path / "x"}).show([WHITE, WHITE, RED]) == {WHITE: None, RED: None}
+    assert show_documents(frontend, tmp_path / "x", None, [WHITE, WHITE, RED]) == {WHITE: None, RED: None}
     assert "2 of 2 pages cannot be rendered: shown as black images" in capsys.readouterr().out
-    pixels = read_images(seeing[1].processor, [None])["pixel_values"]
+    pixels = read_images(seeing.processor, [None])["pixel_values"]
     assert pixels.shape[0] == 16 and pixels.reshape(16, 3, -1).std(-1).max() == 0
 
 
 # --- 03, 04, 02
 
 def flags(dialogues, vlm, out, *more):
-    return ["--trajectories", dialogues, "--model", vlm, "--head", "regression", "--lr", 1e-2, "--beta", 1,
+    return ["--trajectories", dialogues, "--model", vlm, "--score", "regression", "--lr", 1e-2, "--beta", 1,
             "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--out", out, *more]
-
-
-def load(out):
-    return common.load_critic(common.read_critic(out, None, frontend), load_whole("cpu"))
 
 
 @pytest.fixture(scope="module")
 def critic(dialogues, vlm, seeing, tmp_path_factory):
     """(Its folder, what 03 has printed, the loaded critic.)"""
     out = tmp_path_factory.mktemp("critic") / "critic"
-    printed, loaded = call(3, *flags(dialogues, vlm, out)), load(out)
-    loaded.sight = seeing[1]
+    printed, loaded = call(3, *flags(dialogues, vlm, out)), load_critic(out, "frontend")
+    loaded.show = seeing.show
     return out, printed, loaded
 
 
@@ -229,24 +221,24 @@ def test_it_begins_at_log_2_learns_and_loads(critic):
     assert json.loads((out / "critic.json").read_text())["visual"] is True
     assert "images are scaled to at most 9,408 pixels" in printed and "<|image_pad|> …" in printed
     assert (out / "processor_config.json").exists() and list(out.with_name("critic.images").glob("*.png"))
-    [scores] = common.score_actions(loaded, None, [state(BLACK, WHITE)], 4096)
+    [scores] = loaded.score_actions([state(BLACK, WHITE)])
     assert scores[1] > scores[0]
 
 
 def test_two_ranks_equal_one_and_values_and_adapters_can_be_trained(dialogues, vlm, seeing, tmp_path, monkeypatch):
-    monkeypatch.setattr("lib.data.show_documents", lambda domain, arguments, documents: seeing[1].show(documents))
+    monkeypatch.setattr("lib.data.show_documents", lambda domain, out, browser, documents: seeing.show(documents))
     call(3, *flags(dialogues, vlm, tmp_path / "one", "--epochs", 1))
     succeed("03_train_critic.py", *flags(dialogues, vlm, tmp_path / "two", "--epochs", 1), ranks=2)
     assert_same_steps(tmp_path / "two", tmp_path / "one")
-    value = ["--head", "value", "--no-privileged", "--dtype", "bfloat16", "--activation-checkpointing"]
+    value = ["--score", "value", "--critic-sees-c", "no", "--dtype", "bfloat16", "--activation-checkpointing"]
     for name, more in (("value", value), ("adapter", ["--lora", 4])):
         call(3, *flags(dialogues, vlm, tmp_path / name, "--max-steps", 1, *more))
         [step] = read(tmp_path / name / "metrics.jsonl")
         assert step["loss"] == pytest.approx(math.log(2), abs=1e-6) and step["gnorm"] > 0
     files = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
-    adapted = load(tmp_path / "adapter")
-    assert adapted.is_visual and adapted.scorer.head.weight.abs().max() > 0
+    adapted = load_critic(tmp_path / "adapter", "frontend")
+    assert adapted.scorer.head.weight.abs().max() > 0
 
 
 def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path):
@@ -257,7 +249,7 @@ def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path
                   "--out", tmp_path / "p", ranks=2)
     assert process.returncode == 2 and "have equal advantages" in process.stderr
     rows = read(tmp_path / "p" / "scored.jsonl")
-    expected = common.score_actions(loaded, None, list(map(stage(4).decision_point, rows)), 4096)
+    expected = loaded.score_actions(list(map(stage(4).state_of, rows)))
     advantages = sum([row["advantages"] for row in rows], [])
     assert len(rows) > 0 and advantages == pytest.approx(sum(expected, []), abs=1e-4)
 
@@ -268,7 +260,7 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
             reply, agent = types.SimpleNamespace(prompt="", ids=None), types.SimpleNamespace(tokenizer=None)
             players = stage(2).Players(environment, agent, critic=critic[2])
             dialogue = stage(2).Dialogue(TASK, 0, IDEA, None, 0)
-            return await stage(2).critic_choice(dialogue, [reply] * len(texts), texts, players, 16384)
+            return await stage(2).critic_choice(dialogue, [reply] * len(texts), texts, players)
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
 
@@ -298,7 +290,7 @@ def test_bad_input_is_one_line(dialogues, vlm, data, tmp_path):
     """Before anything is played or trained."""
     functions, out = data / "demos.jsonl", tmp_path / "out"
     for message, number, arguments in [
-            ("needs --head regression", 3, flags(dialogues, vlm, out, "--head", "lm")),
+            ("needs --score regression", 3, flags(dialogues, vlm, out, "--score", "logratio")),
             ("can be no critic of functions", 3, flags(functions, vlm, out)),
             ("models of text alone", 3, flags(dialogues, vlm, out, "--dry-run", 1)),
             ("policies read and write text alone", 4,
