@@ -32,25 +32,15 @@ import pathlib
 import random
 import re
 import warnings
+from typing import NamedTuple
 
 from colbench import ColBenchError, domain_of, DOMAINS, in_split, make_tasks, published, SPLITS, task_id, written
 from colbench.schema import open_lines
 from colbench.scorer import check_tasks, Scorer
 from lib import data, flags, runtime
-from lib.runtime import begin_output, InputError, is_done, read_jsonl, RowFile, run_stage, say, start, write_jsonl
+from lib.runtime import InputError, Output, read_jsonl, RowFile, run_stage, say, start, write_jsonl
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.tokens import strip_thoughts, system_prompt
-
-# ---------------------------------------------------------------------------------------------------------------------
-# template tasks
-
-def write_template_tasks(args):
-    """--source template: write tasks that need no model."""
-    if is_done(vars(args), args.out, []):
-        return
-    tasks = make_tasks(DOMAINS[args.domain], args.num_tasks, args.seed, args.split, args.told)
-    begin_output(vars(args), args.out, [])
-    write_jsonl(args.out, tasks)
 
 
 def counted(items):
@@ -76,19 +66,31 @@ def read_seed_texts(path):
     return texts
 
 
-async def attempt_row(number, sampler, texts, scorers, args):
+class Writing(NamedTuple):
+    """The flags of --source llm."""
+
+    num_tasks: int
+    max_attempts: int
+    split: str
+    temperature: float
+    max_new_tokens: int
+    concurrency: int
+    seed: int
+
+
+async def attempt_row(number, sampler, texts, scorers, writing):
     """The row of an attempt: the model's reply, and its task or why there is none. Repeats are found in kept_tasks."""
     text = texts[number % len(texts)]
-    kind = random.Random(f"{args.seed} {number}").choice(written.KINDS)
+    kind = random.Random(f"{writing.seed} {number}").choice(written.KINDS)
     chat = [{"role": "user", "content": written.TASK_PROMPT.format(text=text, kind=kind)}]
-    key = args.seed, number, "task"
-    [reply] = await sampler.sample(chat, 1, args.temperature, args.max_new_tokens, key)
+    key = writing.seed, number, "task"
+    [reply] = await sampler.sample(chat, 1, writing.temperature, writing.max_new_tokens, key)
     row = {"attempt": number, "seed_text": text, "reason": None, "task": None, "reply": reply.text,
            "tokens": reply.completion_tokens}
     task = written.written_task(strip_thoughts(reply.text, reply.prompt), reply.ended)
     if isinstance(task, dict):
         [check] = check_tasks([task], *scorers)
-        row["reason"] = reason_against(task, check, args.split)
+        row["reason"] = reason_against(task, check, writing.split)
         row["task"] = {**task, "attempt": number}
     else:
         row["reason"] = task
@@ -106,36 +108,25 @@ def reason_against(task, check, split):
 MOST_PROMPT_TOKENS = 16384                                              # of a model that writes tasks
 
 
-def write_model_tasks(args):
+def write_model_tasks(sampler, texts, scorers, writing, run, output):
     """--source llm: ask the model until --num-tasks of its tasks are kept. The attempts stand in a file beside the
     output until then, which the same command goes on with; how many are in flight does not change what is kept."""
     warnings.simplefilter("ignore", SyntaxWarning)                      # of what the model writes
-    run = start(args.seed)
-    texts = read_seed_texts(args.seeds) if args.seeds else re.split("; |\n", written.TOPICS)
-    random.Random(args.seed).shuffle(texts)
-    inputs = [args.seeds, args.model]
-    if is_done(vars(args), args.out, inputs):
-        return
-    room = MOST_PROMPT_TOKENS + args.max_new_tokens
-    sampler = open_sampler(args.model, run.device, args.dtype, args.concurrency, room)
-    begin_output(vars(args), args.out, inputs)
-
     attempts, tasks = [], []
     num_attempts = 0
-    scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
-    make_row = functools.partial(attempt_row, sampler=sampler, texts=texts, scorers=scorers, args=args)
+    make_row = functools.partial(attempt_row, sampler=sampler, texts=texts, scorers=scorers, writing=writing)
     with scorers[0], scorers[1], asyncio.Runner() as runner:
-        while len(tasks) < args.num_tasks and num_attempts < args.max_attempts:
-            num_more = max(args.num_tasks - len(tasks), args.concurrency)
-            num_attempts = min(num_attempts + num_more, args.max_attempts)
-            rows = RowFile(args.out, run)                                  # with those that are there already
-            failures = add_rows(rows, range(num_attempts), make_row, args.concurrency, run, execute=runner.run)
+        while len(tasks) < writing.num_tasks and num_attempts < writing.max_attempts:
+            num_more = max(writing.num_tasks - len(tasks), writing.concurrency)
+            num_attempts = min(num_attempts + num_more, writing.max_attempts)
+            rows = RowFile(output.path, run)                            # with those that are there already
+            failures = add_rows(rows, range(num_attempts), make_row, writing.concurrency, run, execute=runner.run)
             if failures:
                 finish_rows(rows, num_attempts, failures, run)
-            attempts, tasks = kept_tasks(rows, num_attempts, args.num_tasks)
+            attempts, tasks = kept_tasks(rows, num_attempts, writing.num_tasks)
     runtime.barrier()                                                   # all have read the attempts
-    finish_tasks(args, attempts, tasks)
-    runtime.add_costs(generated_tokens=sum(row["tokens"] for row in attempts))
+    finish_tasks(output.path, attempts, tasks, writing)
+    output.add_costs(generated_tokens=sum(row["tokens"] for row in attempts))
 
 
 def kept_tasks(rows, num_attempts, num_tasks):
@@ -155,9 +146,8 @@ def kept_tasks(rows, num_attempts, num_tasks):
 
 
 @runtime.on_main
-def finish_tasks(args, rows, tasks):
+def finish_tasks(out, rows, tasks, writing):
     """Write the rejected replies and the tasks; InputError where tasks are missing."""
-    out = pathlib.Path(args.out)
     rejected = out.with_name(out.stem + ".rejected.jsonl")
     ends = counted((row["reason"] or "kept").partition(": ")[0] for row in rows)
     rejected_rows = []
@@ -165,8 +155,8 @@ def finish_tasks(args, rows, tasks):
         if row["reason"] not in (None, "of another split"):
             rejected_rows.append({key: row[key] for key in ("attempt", "seed_text", "reason", "reply")})
     write_jsonl(rejected, rejected_rows)
-    if len(tasks) < args.num_tasks:
-        raise InputError(f"--max-attempts {args.max_attempts}: {len(tasks)} of {args.num_tasks} tasks kept "
+    if len(tasks) < writing.num_tasks:
+        raise InputError(f"--max-attempts {writing.max_attempts}: {len(tasks)} of {writing.num_tasks} tasks kept "
                          f"({ends}; see {rejected}); the same command with a higher one goes on from here")
     say(f"{len(rows):,} attempts: {ends}")
     write_jsonl(out, tasks)
@@ -177,44 +167,37 @@ def finish_tasks(args, rows, tasks):
 # ---------------------------------------------------------------------------------------------------------------------
 # the published tasks and trajectories
 
-def published_paths(args):
-    """The files of what is asked for of the published data; InputError where they have no such part."""
+def published_paths(wants_trajectories, split, path):
+    """The files of what is asked for of the published data; InputError where they have no such part.
+    path: a local copy, or None."""
     parts = published.COLBENCH_TASKS
-    if args.trajectories:
+    if wants_trajectories:
         parts = {"train": published.COLBENCH_TRAJECTORIES}
-    if args.split not in ("all", *parts):
-        raise InputError(f"--split {args.split}: of this the published data have {' and '.join(parts)} only")
-    names = list(parts.values()) if args.split == "all" else [parts[args.split]]
-    return published.published_files(names, args.path)
+    if split not in ("all", *parts):
+        raise InputError(f"--split {split}: of this the published data have {' and '.join(parts)} only")
+    names = list(parts.values()) if split == "all" else [parts[split]]
+    return published.published_files(names, path)
 
 
-def take_published(args):
-    """--source colbench: write published tasks or trajectories as they are but for "task_id", and a trajectory's
-    "sample" and "reward", where missing."""
-    files = published_paths(args)
-    if is_done(vars(args), args.out, files):
-        return
-    read_rows = data.read_trajectories if args.trajectories else data.read_tasks
-    rows = [row for file in files for row in read_rows(file)]
-    domain = DOMAINS[args.domain]
+def published_rows(files, wants_trajectories, domain_name, num_tasks, seed):
+    """Published tasks or trajectories as they are but for "task_id", and a trajectory's "sample", where missing."""
+    read = data.read_trajectories if wants_trajectories else data.read_tasks
+    rows = [row for file in files for row in read(file)]
+    domain = DOMAINS[domain_name]
     if domain_of(rows[0].get("task", rows[0])) is not domain:
-        raise InputError(f"{files[0]}: no tasks of --domain {args.domain}; pass --path FILE with such tasks")
-    if args.trajectories:
+        raise InputError(f"{files[0]}: no tasks of --domain {domain_name}; pass --path FILE with such tasks")
+    if wants_trajectories:
         ids = list(dict.fromkeys(row["task_id"] for row in rows))
-        chosen_ids = set(first_shuffled(ids, args.num_tasks, args.seed))
+        chosen_ids = set(first_shuffled(ids, num_tasks, seed))
         chosen = [row for row in rows if row["task_id"] in chosen_ids]
     else:
-        chosen = first_shuffled(rows, args.num_tasks, args.seed)
+        chosen = first_shuffled(rows, num_tasks, seed)
         chosen = [{**task, "task_id": task_id(task)} for task in chosen]
     for row in chosen:
         if doubt := domain.doubt_of(row.get("task", row)):
             say(f"task {row['task_id']}: right answers may be graded wrong: {doubt}")
-    begin_output(vars(args), args.out, files)
-    say(f"kept {len(chosen):,} of {len(rows):,} {'trajectories' if args.trajectories else 'tasks'}")
-    if args.trajectories:
-        data.fill_rewards(chosen, vars(args))
-        write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), chosen)
-    write_jsonl(args.out, chosen)
+    say(f"kept {len(chosen):,} of {len(rows):,} {'trajectories' if wants_trajectories else 'tasks'}")
+    return chosen
 
 
 def first_shuffled(items, num_items, seed):
@@ -240,63 +223,50 @@ def write_system_prompt(path, trajectories):
             "trajectories")
 
 
-def take_websight(args):
-    """--source websight: write the first --num-tasks of the data set, in its order, that are of --split and new."""
-    files = published.websight_files(args.path)
-    if is_done(vars(args), args.out, files):
-        return
+def websight_tasks(path, split, num_tasks):
+    """The first tasks of the data set, in its order, that are of the split and new. path: a local copy, or None."""
     tasks, ends = [], collections.Counter()
-    for end, task in published.websight_tasks(args.path, args.split):
+    for end, task in published.websight_tasks(path, split):
         ends[end] += 1
         if end == "kept":
             tasks.append(task)
-        if len(tasks) == args.num_tasks:
+        if len(tasks) == num_tasks:
             break
-    if len(tasks) < args.num_tasks:
-        raise InputError(f"--num-tasks {args.num_tasks}: there are only {len(tasks)} tasks in "
-                         f"{args.path or published.WEBSIGHT} (rows: {counted(ends)})")
-    begin_output(vars(args), args.out, files)
+    if len(tasks) < num_tasks:
+        raise InputError(f"--num-tasks {num_tasks}: there are only {len(tasks)} tasks in "
+                         f"{path or published.WEBSIGHT} (rows: {counted(ends)})")
     say(f"{ends.total():,} rows in the order of the data set: {counted(ends)}")
-    write_jsonl(args.out, tasks)
+    return tasks
 
 
-SOURCES = {
-    "template": write_template_tasks,
-    "llm": write_model_tasks,
-    "colbench": take_published,
-    "websight": take_websight}
+SOURCES = "template", "llm", "colbench", "websight"
 FLAG_SOURCES = {"path": ["colbench", "websight"], "trajectories": ["colbench"], "model": ["llm"], "seeds": ["llm"],
                 "max_attempts": ["llm"]}                                # flags of some sources alone
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def check(args):
-    """--check: print, and with --out write, what is wrong with the tasks of a file."""
-    tasks = data.read_tasks(args.check)
+def checked(tasks, path, unsafe_scorer):
+    """--check: what is wrong with the tasks of a file, a row for each task; says it, too."""
     domain = domain_of(tasks[0])
     if domain.check_data is None:
-        raise InputError(f"{args.check}: --check knows nothing to check about {domain.NOUN}s, which have no tests")
-    if args.out and is_done(vars(args), args.out, [args.check]):
-        return
-    checks, findings = domain.check_data(tasks, args.unsafe_scorer), []
+        raise InputError(f"{path}: --check knows nothing to check about {domain.NOUN}s, which have no tests")
+    checks, findings = domain.check_data(tasks, unsafe_scorer), []
     for number, row in enumerate(checks, 1):
         findings += row["findings"]
         for what, detail in row["findings"].items():
-            say(f"{args.check}:{number}: {what} ({detail})")
+            say(f"{path}:{number}: {what} ({detail})")
     constants = [row["constant"] for row in checks]
     num_tests = sum(row["num_tests"] for row in checks)
     say(f"{len(checks):,} tasks, {num_tests:,} tests: {counted(findings) or 'no finding'}",
         f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
         f"solves {constants.count(1) / len(constants):.1%} of the tasks")
-    if args.out:
-        begin_output(vars(args), args.out, [args.check])
-        write_jsonl(args.out, checks)
+    return checks
 
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("--source", choices=list(SOURCES), default="template", help="where tasks come from")
+    parser.add_argument("--source", choices=SOURCES, default="template", help="where tasks come from")
     parser.add_argument("--domain", choices=list(DOMAINS), default="backend", help="kind of tasks")
     parser.add_argument("--num-tasks", type=flags.positive_int, help="tasks to write (None: 1000; colbench: all)")
     parser.add_argument("--split", choices=["all", *SPLITS], default="all", help="the split (colbench: its own)")
@@ -341,10 +311,43 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
+    inputs = [args.check, args.seeds, args.model]
+    if args.source == "colbench":
+        inputs = published_paths(args.trajectories, args.split, args.path)
+    elif args.source == "websight":
+        inputs = published.websight_files(args.path)
     if args.check:
-        check(args)
+        tasks = data.read_tasks(args.check)
+    output = None                                                       # --check needs none
+    if args.out:
+        output = Output(args.out, vars(args), inputs)
+        if output.is_done():
+            return
+
+    if args.check:
+        rows = checked(tasks, args.check, args.unsafe_scorer)
+    elif args.source == "template":
+        rows = make_tasks(DOMAINS[args.domain], args.num_tasks, args.seed, args.split, args.told)
+    elif args.source == "colbench":
+        rows = published_rows(inputs, args.trajectories, args.domain, args.num_tasks, args.seed)
+    elif args.source == "websight":
+        rows = websight_tasks(args.path, args.split, args.num_tasks)
     else:
-        SOURCES[args.source](args)
+        run = start(args.seed)
+        texts = read_seed_texts(args.seeds) if args.seeds else re.split("; |\n", written.TOPICS)
+        random.Random(args.seed).shuffle(texts)
+        room = MOST_PROMPT_TOKENS + args.max_new_tokens
+        sampler = open_sampler(args.model, run.device, args.dtype, args.concurrency, room)
+        output.begin()
+        scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
+        writing = Writing(**{name: vars(args)[name] for name in Writing._fields})
+        return write_model_tasks(sampler, texts, scorers, writing, run, output)
+    if output:
+        output.begin()
+        if args.trajectories:
+            data.fill_rewards(rows, output)
+            write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), rows)
+        write_jsonl(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,10 @@ import collections
 import dataclasses
 import functools
 import json
-import pathlib
 import random
 import re
 import time
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import common
 from colbench import ColBenchError, domain_of, task_id
@@ -39,7 +38,7 @@ from colbench.defaults import nothing
 from colbench.schema import table_of
 from lib import data, flags, runtime
 from lib.load import load_tokenizer
-from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, RowFile, run_stage, say, start
+from lib.runtime import gather, InputError, Output, read_text, RowFile, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
 from lib.scorer import load_whole, TooLong
 from lib.servers import is_server, NoRoom, ReplyError
@@ -64,10 +63,26 @@ class Dialogue:
     no_room: bool = False                       # ended because no further turn would fit into a model
 
 
+class Settings(NamedTuple):
+    """The flags of a dialogue."""
+
+    agent: str
+    simulator: str
+    best_of: int
+    critic: str | None
+    max_rounds: int
+    temperature: float
+    max_new_tokens: int
+    simulator_max_new_tokens: int
+    chat_template_args: dict
+    seed: int
+
+
 @dataclasses.dataclass
 class Players:
-    """Who takes part in all dialogues of this rank."""
+    """Who takes part in all dialogues of this rank, and how."""
 
+    settings: Settings
     environment: object                         # the domain's: rules of the simulator, what tools reply, scores
     agent: Sampler | None = None                # None: a scripted agent
     simulator: Sampler | None = None            # None: the rule-based one
@@ -93,24 +108,24 @@ def without_empty(turn, always):
     return {key: value for key, value in turn.items() if value or key in always}
 
 
-async def agent_turn(dialogue, players, args):
+async def agent_turn(dialogue, players):
     """The agent's next turn. A model sees the dialogue alone.
 
     With --best-of it is the one of several that a critic or a judge prefers.
     A server's turn has the prompt and the sampled ids only with --agent-tokenizer."""
-    domain, agent = domain_of(dialogue.task), players.agent
-    key = random_key(dialogue, args.seed, "agent")
+    domain, agent, settings = domain_of(dialogue.task), players.agent, players.settings
+    key = random_key(dialogue, settings.seed, "agent")
     if agent is None:
-        scripted_turn = domain.PLAYERS[args.agent]
-        message = scripted_turn(dialogue.task, dialogue.history, args.max_rounds, random.Random(repr(key)))
+        scripted_turn = domain.PLAYERS[settings.agent]
+        message = scripted_turn(dialogue.task, dialogue.history, settings.max_rounds, random.Random(repr(key)))
         return {"role": "assistant", "content": domain.shown(message)}
-    chat = agent_messages(dialogue.history, args.max_rounds, domain.AGENT_SYSTEM, dialogue.system)
-    replies = await agent.sample(chat, args.best_of, args.temperature, args.max_new_tokens, key)
+    chat = agent_messages(dialogue.history, settings.max_rounds, domain.AGENT_SYSTEM, dialogue.system)
+    replies = await agent.sample(chat, settings.best_of, settings.temperature, settings.max_new_tokens, key)
     messages = [domain.shown(agent.visible(reply)) for reply in replies]
     choice = 0
-    if args.best_of > 1 and players.judge:
-        choice = await judge_choice(dialogue, messages, players, args.seed)
-    elif args.best_of > 1:
+    if settings.best_of > 1 and players.judge:
+        choice = await judge_choice(dialogue, messages, players)
+    elif settings.best_of > 1:
         choice = await critic_choice(dialogue, replies, messages, players)
     reply = replies[choice]
     turn = {"role": "assistant", "content": messages[choice], "input": reply.prompt, "output": reply.text,
@@ -118,13 +133,13 @@ async def agent_turn(dialogue, players, args):
     return without_empty(turn, always=("role", "content", "output"))
 
 
-async def simulator_turn(dialogue, players, args):
+async def simulator_turn(dialogue, players):
     """The reply to the agent's turn that ends the history: the environment's own, or the simulator's.
 
     If it reveals the reference, "leak" says how."""
     task, history, simulator = dialogue.task, dialogue.history, players.simulator
     domain = domain_of(task)
-    key = random_key(dialogue, args.seed, "human")
+    key = random_key(dialogue, players.settings.seed, "human")
     tool_reply = await players.environment.tool_reply(task, history)
     if tool_reply is not None:
         return {"role": "user", "content": tool_reply, "tool": True}
@@ -132,7 +147,7 @@ async def simulator_turn(dialogue, players, args):
         rng = random.Random(repr(key))
         return {"role": "user", "content": await players.environment.rule_reply(task, history, rng)}
     chat = await players.environment.simulator_chat(task, history)
-    [reply] = await simulator.sample(chat, 1, 0.0, args.simulator_max_new_tokens, key)
+    [reply] = await simulator.sample(chat, 1, 0.0, players.settings.simulator_max_new_tokens, key)
     turn = {"role": "user", "content": simulator.visible(reply)[:domain.REPLY_CHARS]}
     if not turn["content"] and not reply.ended:
         raise ReplyError("a simulator that still thinks after --simulator-max-new-tokens: raise it, or turn its "
@@ -158,7 +173,7 @@ async def critic_choice(dialogue, replies, messages, players):
     return max(range(len(advantages)), key=advantages.__getitem__)
 
 
-async def judge_choice(dialogue, messages, players, seed):
+async def judge_choice(dialogue, messages, players):
     """The number of the best message: the best so far is compared with the next, N - 1 times.
 
     players.verdicts counts: "decided", "tie" (the two orders disagree), "unreadable"."""
@@ -168,8 +183,8 @@ async def judge_choice(dialogue, messages, players, seed):
         if texts[best] == texts[challenger]:
             continue
         best_first, best_second = await asyncio.gather(
-            judge_letters(dialogue, texts[best], texts[challenger], players.judge, seed),
-            judge_letters(dialogue, texts[challenger], texts[best], players.judge, seed))
+            judge_letters(dialogue, texts[best], texts[challenger], players),
+            judge_letters(dialogue, texts[challenger], texts[best], players))
         if len(best_first) != 1 or len(best_second) != 1:
             verdict = "unreadable"
         elif best_first == best_second:
@@ -182,7 +197,7 @@ async def judge_choice(dialogue, messages, players, seed):
     return best
 
 
-async def judge_letters(dialogue, first, second, judge, seed):
+async def judge_letters(dialogue, first, second, players):
     """Which of the letters A (the first message) and B a judge says; it knows c. A clear reply has one of them."""
     lines = []
     for turn in dialogue.history:
@@ -190,9 +205,9 @@ async def judge_letters(dialogue, first, second, judge, seed):
         lines.append(f"{name}: {turn['content']}")
     question = domain_of(dialogue.task).JUDGE.format(
         ground_truth=dialogue.task["ground_truth"], dialogue="\n".join(lines), a=first, b=second)
-    key = random_key(dialogue, seed, "judge")
-    [reply] = await judge.sample([{"role": "user", "content": question}], 1, 0.0, 8, key)
-    return set(re.findall(r"\b[AB]\b", judge.visible(reply)))
+    key = random_key(dialogue, players.settings.seed, "judge")
+    [reply] = await players.judge.sample([{"role": "user", "content": question}], 1, 0.0, 8, key)
+    return set(re.findall(r"\b[AB]\b", players.judge.visible(reply)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,25 +226,32 @@ def new_dialogues(tasks, system, samples):
     return dialogues
 
 
-def branched_dialogues(trajectories, system, args):
-    """--branch: --samples continuations of each of --branch-candidates messages in each of N states.
+class Branches(NamedTuple):
+    """The flags of --branch: so many states, messages in each of them, and continuations of each message."""
 
-    A state is an agent's turn of a trajectory, of which the turns before it are kept."""
+    num_states: int
+    candidates: int
+    continuations: int
+
+
+def branched_dialogues(trajectories, system, branches, settings, path):
+    """The dialogues of --branch. A state is an agent's turn of a trajectory, of which the turns before it are kept.
+    path: of the trajectories, for errors."""
     states = []
     for trajectory in trajectories:
         for position in agent_places(trajectory["dialogue_history"]):
             states.append((trajectory, position))
-    if len(states) < args.branch:
-        say(f"{args.tasks}: has only {len(states):,} turns of the agent for --branch {args.branch:,}")
-    states = random.Random(args.seed).sample(states, min(args.branch, len(states)))
+    if len(states) < branches.num_states:
+        say(f"{path}: has only {len(states):,} turns of the agent for --branch {branches.num_states:,}")
+    states = random.Random(settings.seed).sample(states, min(branches.num_states, len(states)))
     dialogues = []
     for trajectory, position in states:
-        max_rounds = trajectory.get("max_rounds", args.max_rounds)
-        if max_rounds != args.max_rounds:
-            raise InputError(f"{args.tasks}: task {trajectory['task_id']} was rolled out with --max-rounds "
+        max_rounds = trajectory.get("max_rounds", settings.max_rounds)
+        if max_rounds != settings.max_rounds:
+            raise InputError(f"{path}: task {trajectory['task_id']} was rolled out with --max-rounds "
                              f"{max_rounds}; --branch needs the same")
-        for candidate in range(args.branch_candidates):
-            for continuation in range(args.samples):
+        for candidate in range(branches.candidates):
+            for continuation in range(branches.continuations):
                 dialogue = branched_dialogue(len(dialogues), trajectory, position, candidate, continuation)
                 dialogue.system = system_prompt(trajectory) if system is None else system
                 dialogues.append(dialogue)
@@ -253,33 +275,33 @@ def branch_name(branch):
     return "/".join(map(str, branch.values()))
 
 
-async def add_first_turn(dialogue, players, args):
+async def add_first_turn(dialogue, players):
     """--branch: add the candidate, which is sampled once for all of its continuations."""
     candidate = task_id(dialogue.task), dialogue.random_name
     if candidate not in players.first_turns:
-        players.first_turns[candidate] = asyncio.ensure_future(agent_turn(dialogue, players, args))
+        players.first_turns[candidate] = asyncio.ensure_future(agent_turn(dialogue, players))
     turn = players.first_turns[candidate]
     dialogue.history.append(turn if isinstance(turn, dict) else await turn)
     dialogue.random_name += f"/{dialogue.branch['continuation']}"    # from here on with random numbers of its own
 
 
-async def roll_out(dialogue, players, args):
+async def roll_out(dialogue, players):
     """Roll out one dialogue from where it stands to its answer.
 
     If the next turn does not fit into a model, the dialogue ends: the agent's last turn counts as in the last round,
     and the simulator's reply to it, which nobody has read, is left out. (--branch: a first turn that does not fit is a
     failure.)"""
     history, domain = dialogue.history, domain_of(dialogue.task)
-    if args.branch:
-        await add_first_turn(dialogue, players, args)
+    if dialogue.branch:
+        await add_first_turn(dialogue, players)
     try:
         while dialogue.answer is None:
             if history[-1]["role"] == "user":
-                history.append(await agent_turn(dialogue, players, args))
-            is_last_round = len(history) >= 2 * args.max_rounds
+                history.append(await agent_turn(dialogue, players))
+            is_last_round = len(history) >= 2 * players.settings.max_rounds
             dialogue.answer = domain.answer_of(history, is_last_round)
             if dialogue.answer is None:
-                history.append(await simulator_turn(dialogue, players, args))
+                history.append(await simulator_turn(dialogue, players))
     except NoRoom:
         if not agent_places(history):                                # the task alone is too long: nothing to score
             raise
@@ -289,37 +311,38 @@ async def roll_out(dialogue, players, args):
         dialogue.answer = domain.answer_of(history, True)
 
 
-def to_trajectory(dialogue, verdicts, players, args):
+def to_trajectory(dialogue, verdicts, players):
     """The finished dialogue in the published format, with what the environment's score says of it."""
+    settings = players.settings
     trajectory = {"task_id": task_id(dialogue.task), "sample": dialogue.sample, "task": dialogue.task,
                   "dialogue_history": dialogue.history, "answer": dialogue.answer, **verdicts,
-                  "num_rounds": len(agent_places(dialogue.history)), "max_rounds": args.max_rounds,
-                  "agent": args.agent, "simulator": args.simulator, "tokenizer": None,
-                  "best_of": args.best_of, "critic": args.critic}
+                  "num_rounds": len(agent_places(dialogue.history)), "max_rounds": settings.max_rounds,
+                  "agent": settings.agent, "simulator": settings.simulator, "tokenizer": None,
+                  "best_of": settings.best_of, "critic": settings.critic}
     if players.agent and players.agent.tokenizer:
         trajectory["tokenizer"] = tokenizer_name(players.agent.tokenizer)
-    if args.temperature != 1 and players.agent:
-        trajectory["temperature"] = args.temperature
+    if settings.temperature != 1 and players.agent:
+        trajectory["temperature"] = settings.temperature
     if dialogue.no_room:
         trajectory["no_room"] = True
-    trajectory["informed"] = args.agent == "script-informed"
+    trajectory["informed"] = settings.agent == "script-informed"
     if dialogue.system is not None:
         trajectory["system_prompt"] = dialogue.system
-    if "agent" in args.chat_template_args:
-        trajectory["chat_template_args"] = args.chat_template_args["agent"]
+    if "agent" in settings.chat_template_args:
+        trajectory["chat_template_args"] = settings.chat_template_args["agent"]
     return {**trajectory, **dialogue.branch}
 
 
-async def make_row(dialogue, players, args):
+async def make_row(dialogue, players):
     """Roll out a dialogue; returns the async function that scores it and gives its row (add_rows)."""
-    await roll_out(dialogue, players, args)
-    return functools.partial(scored_row, dialogue, players, args)
+    await roll_out(dialogue, players)
+    return functools.partial(scored_row, dialogue, players)
 
 
-async def scored_row(dialogue, players, args):
+async def scored_row(dialogue, players):
     """The row of a dialogue that has its answer."""
     [verdicts] = await players.environment.score([(dialogue.task, dialogue.answer)])
-    trajectory = to_trajectory(dialogue, verdicts, players, args)
+    trajectory = to_trajectory(dialogue, verdicts, players)
     dialogue.history = dialogue.answer = None                        # memory is for what is in flight
     players.returns.append(domain_of(dialogue.task).eval_score(trajectory))
     players.track(len(players.returns), mean_return=sum(players.returns) / len(players.returns))
@@ -402,101 +425,73 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.single_turn:
         args.max_rounds = 1
-    check_flags(parser, args)
-    return args
-
-
-def check_flags(parser, args):
-    """End with an error where flags do not go together."""
-    if args.best_of > 1 and (args.critic is None or is_scripted(args)):
+    if args.best_of > 1 and (args.critic is None or is_scripted(args.agent)):
         parser.error("--best-of needs an agent that is a model, and --critic DIR, judge:MODEL or untrained")
     if args.reference_sees_c is not None and args.best_of == 1:
         parser.error("--reference-sees-c goes with --best-of")
     if args.critic == common.UNTRAINED and is_server(args.agent):
         parser.error(f"--critic {common.UNTRAINED}: its scores need the agent's weights, which a server does not give")
-    if args.branch and (is_scripted(args) or args.best_of > 1):
+    if args.branch and (is_scripted(args.agent) or args.best_of > 1):
         parser.error("--branch needs an agent that is a model, and goes without --best-of")
-    if args.system_prompt and is_scripted(args):
+    if args.system_prompt and is_scripted(args.agent):
         parser.error("--system-prompt is for an agent that is a model")
     if table_of(dict)(args.chat_template_args) or not args.chat_template_args.keys() <= set(ROLES):
         parser.error("--chat-template-args: an object with an object for agent, simulator or judge")
     if args.agent_tokenizer and not is_server(args.agent):
         parser.error("--agent-tokenizer is for an agent behind http://; others bring their own")
+    return args
 
 
-def is_scripted(args):
-    return args.agent.startswith("script")
+def is_scripted(agent):
+    return agent.startswith("script")
 
 
-def model_names(args):
+def model_names(settings):
     """{role: the model that plays it}."""
     names = {}
-    if not is_scripted(args):
-        names["agent"] = args.agent
-    if args.simulator != "rules":
-        names["simulator"] = args.simulator
-    if args.best_of > 1 and args.critic.startswith("judge:"):
-        names["judge"] = args.critic.removeprefix("judge:")
+    if not is_scripted(settings.agent):
+        names["agent"] = settings.agent
+    if settings.simulator != "rules":
+        names["simulator"] = settings.simulator
+    if settings.best_of > 1 and settings.critic.startswith("judge:"):
+        names["judge"] = settings.critic.removeprefix("judge:")
     return names
 
 
-def check_players(tasks, domain, args):
-    """InputError if a task lacks what the rules or the scripted agent need."""
-    if is_scripted(args) and args.agent not in domain.PLAYERS:
+def check_players(tasks, domain, settings, path):
+    """InputError if a task of the file `path` lacks what the rules or the scripted agent need."""
+    scripted = is_scripted(settings.agent)
+    if scripted and settings.agent not in domain.PLAYERS:
         names = ", ".join(domain.PLAYERS) or "(none)"
-        raise InputError(f"--agent {args.agent}: {domain.NOUN}s have the scripted agents {names}")
+        raise InputError(f"--agent {settings.agent}: {domain.NOUN}s have the scripted agents {names}")
     for number, task in enumerate(tasks, 1):
         lacking = None
-        if args.simulator == "rules":
+        if settings.simulator == "rules":
             lacking = domain.lacks(task, "rules")
-        if is_scripted(args):
+        if scripted:
             lacking = lacking or domain.lacks(task, "script")
         if lacking:
-            raise InputError(f'{args.tasks}:{number}: missing "{lacking}", which the rules of template tasks need; use '
+            raise InputError(f'{path}:{number}: missing "{lacking}", which the rules of template tasks need; use '
                              "--agent MODEL --simulator MODEL")
-    if "judge" in model_names(args) and domain.JUDGE is None:
+    if "judge" in model_names(settings) and domain.JUDGE is None:
         raise InputError(f"--critic judge: cannot compare messages about {domain.NOUN}s; they need a critic of 03")
 
 
-def open_samplers(domain, device, args):
-    """{role: its Sampler} of the roles that models play."""
-    names, samplers = model_names(args), {}
-    open_once = functools.cache(open_sampler)                        # a model that plays two roles is loaded once
-    slots = max(args.concurrency, args.best_of)
-    if names.get("agent") == names.get("simulator"):
-        slots *= 2                                                   # each side has its own cache
+def open_samplers(domain, settings, open_model, load_seeing):
+    """{role: its Sampler} of the roles that models play.
+
+    open_model(name, slots)   opens one that reads text
+    load_seeing(name)         loads a simulator that is shown images"""
+    names, samplers = model_names(settings), {}
+    open_once = functools.cache(open_model)                          # a model that plays two roles is loaded once
+    num_sides = 2 if names.get("agent") == names.get("simulator") else 1         # each side has its own cache
     for role, name in names.items():
         if role == "simulator" and domain.SIMULATOR_SEES and not is_server(name):
-            sampler = Sampler(*load_vision(name, device, args.dtype))          # greedy, one chat at a time
+            sampler = Sampler(*load_seeing(name))                    # greedy, one chat at a time
         else:
-            sampler = open_once(name, device, args.dtype, slots, args.max_length)
-        samplers[role] = dataclasses.replace(sampler, template_args=args.chat_template_args.get(role, {}))
-    if args.agent_tokenizer:
-        samplers["agent"].tokenizer = load_tokenizer(args.agent_tokenizer)
+            sampler = open_once(name, num_sides)
+        samplers[role] = dataclasses.replace(sampler, template_args=settings.chat_template_args.get(role, {}))
     return samplers
-
-
-def open_players(domain, system, device, args):
-    """The Players by the arguments. system: the agent's system prompt, or None."""
-    out = pathlib.Path(args.out)
-    environment = data.environment(domain, f"{out}.images", out.parent, vars(args), device)
-    players = Players(environment, **open_samplers(domain, device, args))
-    tokenizer = players.agent.tokenizer if players.agent else None
-    if tokenizer:
-        if system is None:
-            system = domain.AGENT_SYSTEM.format(max_rounds=args.max_rounds)
-        check_prompt(args.agent, tokenizer, system, players.agent.template_args)
-    if args.best_of > 1 and not players.judge:
-        players.critic = open_critic(domain, tokenizer, device, args)
-    return players
-
-
-def open_critic(domain, tokenizer, device, args):
-    """The Critic that scores messages for --best-of."""
-    critic = common.open_critic(args.critic, args.agent, domain, args.reference_sees_c)
-    critic.check_tokenizer(tokenizer, args.agent)
-    critic.load(load_whole(device, args.dtype), args.max_tokens)
-    return critic
 
 
 def say_totals(num_dialogues, players, begin_s):
@@ -514,30 +509,52 @@ def say_totals(num_dialogues, players, begin_s):
 
 def main(argv=None):
     args = parse_args(argv)
-    run, out, begin_s = start(args.seed), pathlib.Path(args.out), time.perf_counter()
+    begin_s = time.perf_counter()
+    run = start(args.seed)
     if args.branch:
         trajectories = data.read_trajectories(args.tasks)
         tasks = [trajectory["task"] for trajectory in trajectories]
     else:
         tasks = data.read_tasks(args.tasks)
     domain = domain_of(tasks[0])
-    check_players(tasks, domain, args)
     args.simulator_max_new_tokens = args.simulator_max_new_tokens or domain.REPLY_TOKENS
+    settings = Settings(**{name: vars(args)[name] for name in Settings._fields})
+    check_players(tasks, domain, settings, args.tasks)
     system = read_text(args.system_prompt) if args.system_prompt else None
-    inputs = [args.tasks, *model_names(args).values(), args.critic, args.agent_tokenizer, args.system_prompt]
-    if is_done(vars(args), out, inputs):
+    inputs = [args.tasks, *model_names(settings).values(), args.critic, args.agent_tokenizer, args.system_prompt]
+    output = Output(args.out, vars(args), inputs)
+    if output.is_done():
         return
 
-    players = open_players(domain, system, run.device, args)
+    # who takes part
+    def open_model(name, num_sides):
+        slots = num_sides * max(args.concurrency, args.best_of)
+        return open_sampler(name, run.device, args.dtype, slots, args.max_length)
+    load_seeing = functools.partial(load_vision, device=run.device, dtype=args.dtype)
+    environment = data.environment(domain, f"{args.out}.images", output.path.parent, vars(args), run.device)
+    players = Players(settings, environment, **open_samplers(domain, settings, open_model, load_seeing))
+    if args.agent_tokenizer:
+        players.agent.tokenizer = load_tokenizer(args.agent_tokenizer)
+    tokenizer = players.agent.tokenizer if players.agent else None
+    if tokenizer:
+        shown_system = domain.AGENT_SYSTEM.format(max_rounds=args.max_rounds) if system is None else system
+        check_prompt(args.agent, tokenizer, shown_system, players.agent.template_args)
+    if args.best_of > 1 and not players.judge:
+        players.critic = common.open_critic(args.critic, args.agent, domain, args.reference_sees_c)
+        players.critic.check_tokenizer(tokenizer, args.agent)
+        players.critic.load(load_whole(run.device, args.dtype), args.max_tokens)
+
+    # their dialogues
     group = 1
     if args.branch:
-        dialogues = branched_dialogues(trajectories, system, args)
+        branches = Branches(args.branch, args.branch_candidates, args.samples)
+        dialogues = branched_dialogues(trajectories, system, branches, settings, args.tasks)
         group = args.samples                                         # continuations share their first turn
     else:
         dialogues = new_dialogues(tasks, system, args.samples)
-    begin_output(vars(args), out, inputs)
-    players.track = runtime.open_track(args.track, out, vars(args))
-    rows = RowFile(out, run)
+    output.begin()
+    players.track = runtime.open_track(output)
+    rows = RowFile(args.out, run)
     if rows.done:
         say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
     texts = rows.find()
@@ -547,14 +564,13 @@ def main(argv=None):
         if args.branch:
             name = row["task_id"], branch_name(row["branch"])
             players.first_turns[name] = row["dialogue_history"][row["branch"]["turn"]]
-    row_of = functools.partial(make_row, players=players, args=args)
     with players.environment:
-        failures = add_rows(rows, dialogues, row_of, args.concurrency, run, group)
+        failures = add_rows(rows, dialogues, functools.partial(make_row, players=players), args.concurrency, run, group)
     tokens = say_totals(len(dialogues) - len(rows.done), players, begin_s)
-    add_costs(generated_tokens=tokens)
+    output.add_costs(generated_tokens=tokens)
     finish_rows(rows, len(dialogues), failures, run)
     if run.rank == 0:
-        say(summary(out))
+        say(summary(args.out))
 
 
 if __name__ == "__main__":

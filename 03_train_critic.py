@@ -40,10 +40,10 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags, training
-from lib.load import load_tokenizer, lora_config, reads_images, sharding_of, weights_fingerprint
+from lib.load import load_tokenizer, lora_config, reads_images, weights_fingerprint
 from lib.memory import dry_run
-from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json
-from lib.scorer import action_lengths, example_outputs, items_of, load_scorer, padded_outputs, reference_logps
+from lib.runtime import InputError, run_stage, say, write_json
+from lib.scorer import action_lengths, example_outputs, items_of, padded_outputs, reference_logps
 from lib.vision import critic_processor, VisualCritic
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,91 +88,89 @@ def is_held_out(task_id, fraction):
     return number / 2 ** 32 < fraction
 
 
-def split_groups(trajectories, args):
+def split_groups(trajectories, needs_pairs, held_out_frac, path):
     """(groups of trajectory numbers to train on, pairs of tasks that are held out).
 
-    A group is a pair (chosen, rejected); with --score value a single trajectory."""
-    needs_pairs = args.score != "value"
-    pairs = common.trajectory_pairs(trajectories, args.trajectories, needs_pairs)
+    A group is a pair (chosen, rejected) or, if not needs_pairs, a single trajectory. path: of the file, for errors."""
+    pairs = common.trajectory_pairs(trajectories, path, needs_pairs)
     groups = pairs if needs_pairs else [(number,) for number in range(len(trajectories))]
     train, test = [], []
     for group in groups:
-        if not is_held_out(trajectories[group[0]]["task_id"], args.held_out_frac):
+        if not is_held_out(trajectories[group[0]]["task_id"], held_out_frac):
             train.append(group)
     for pair in pairs:
-        if is_held_out(trajectories[pair[0]]["task_id"], args.held_out_frac):
+        if is_held_out(trajectories[pair[0]]["task_id"], held_out_frac):
             test.append(pair)
     what = "trajectory pairs" if needs_pairs else "trajectories"
     say(f"{len(train):,} {what} to train on, {len(test):,} pairs of other tasks held out")
     if not train:
-        raise InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks that "
-                         f"--held-out-frac {args.held_out_frac} holds out")
+        raise InputError(f"{path}: no examples to train on: all {len(test):,} pairs are of tasks that --held-out-frac "
+                         f"{held_out_frac} holds out")
     return train, test
 
 
-def open_critic(args, domain):
-    """The critic that is trained; it says how a trajectory becomes tokens."""
-    if reads_images(args.model):
-        processor = critic_processor(args.model, args.score, domain, args.trajectories)
-        show = functools.partial(data.show_documents, domain, args.out, args.browser)
-        return VisualCritic(args.out, args.score, domain, show, args.critic_sees_c, processor)
-    tokenizer = load_tokenizer(args.model)
-    if args.score != "logratio":
-        return common.HeadCritic(args.out, args.score, tokenizer, args.critic_sees_c)
-    return common.LogRatioCritic(args.out, args.model, tokenizer, args.critic_sees_c, args.reference_sees_c,
-                                 args.normalize)
+def examples_of(trajectories, groups, critic):
+    """(examples, ref_examples) of groups of trajectory numbers: what the critic reads, and what its reference does."""
+    def make(sees_c):
+        make_items = functools.partial(critic.trajectory_items, sees_c=sees_c)
+        return common.trajectory_examples(trajectories, groups, make_items)
+    return critic.read(make)
 
 
-def examples_of(trajectories, groups, critic, sees_c):
-    """The examples of groups of trajectory numbers."""
-    make_items = functools.partial(critic.trajectory_items, sees_c=sees_c)
-    return common.trajectory_examples(trajectories, groups, make_items)
+# ---------------------------------------------------------------------------------------------------------------------
+
+def train(scorer, examples, ref_logps, returns, critic, job):
+    """Train the scorer's model on the examples, from the last saved state.
+
+    ref_logps   of a log-ratio critic, what reference_logps gives for each example
+    returns     of each example's first trajectory, at least 0: what a value critic learns"""
+    loop = training.Loop(scorer, examples, job, has_dropout=critic.score == "value")
+    for step, batch_numbers in loop.steps():
+        num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
+        for micro, weights in training.rank_batches(batch_numbers, examples, job):
+            micro_examples = [examples[i] for i in micro]
+            batch = scorer.collate(items_of(micro_examples), job.run.device)
+            numbers = scorer(batch)              # (B, M) log-probabilities of turns, or a head's; of P pairs B = 2P
+            if critic.score == "value":
+                labels = torch.tensor([returns[i] for i in micro], device=numbers.device)          # (B,)
+                values = value_losses(numbers, labels, batch.lengths)                              # (B,) each
+            else:
+                micro_ref_logps = [ref_logps[i] for i in micro]
+                advantages = turn_advantages(numbers, micro_ref_logps, batch.lengths, critic)      # (B, M)
+                values = pair_losses(advantages, numbers, batch.lengths, critic, job.loss_weights)      # (P,) each
+            loop.backward(values, weights / num_terms)
+        loop.update(step)
+
+
+def turn_advantages(numbers, ref_logps, lengths, critic):
+    """The advantages of turns, (B, M): eq. 3 or, of a regression critic, the head's numbers.
+    ref_logps: as of train(), of the B items."""
+    if critic.score == "regression":
+        return numbers
+    return common.action_advantages(numbers, padded_outputs(ref_logps, numbers.device), lengths, critic.normalize)
+
+
+def pair_losses(advantages, logps, lengths, critic, loss_weights):
+    """bradley_terry_losses and what the log shows: {"loss" and others: (P,)}."""
+    beta, nll_coef, dtype = loss_weights
+    losses, numbers = bradley_terry_losses(advantages, logps, lengths, beta, nll_coef)
+    values = {"loss": losses, **training.preference_numbers(**numbers, dtype=dtype)}
+    if critic.score == "regression":
+        del values["nll"]                                           # a head's numbers are no log-probabilities
+    return values
 
 
 def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
     """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
     The score is the sum of a trajectory's advantages, or the value of its last turn."""
-    items = items_of(examples)
-    lengths = action_lengths(items)                                                        # (2P, M)
+    lengths = action_lengths(items_of(examples))                                           # (2P, M)
     numbers = padded_outputs(example_outputs(scorer, examples, max_tokens))                # (2P, M)
     if critic.score == "value":
         scores = last_values(numbers, lengths)                                             # (2P,)
-    elif critic.score == "regression":
-        scores = numbers.sum(1)
     else:
-        ref_logps = padded_outputs(ref_logps)
-        scores = common.action_advantages(numbers, ref_logps, lengths, critic.normalize).sum(1)
+        scores = turn_advantages(numbers, ref_logps, lengths, critic).sum(1)               # (2P,)
     gaps = scores[0::2] - scores[1::2]                                                     # (P,)
     return ((gaps > 0).sum() + 0.5 * (gaps == 0).sum()).item() / len(gaps)
-
-
-def train(scorer, examples, ref_logps, returns, args, run):
-    """Train the scorer's model on the examples, from the last saved state.
-
-    ref_logps   without a head, what reference_logps gives for each example
-    returns     with --score value, the return of each example's trajectory, at least 0"""
-    loop = training.Loop(scorer, examples, args.batch_size, args, run, has_dropout=args.score == "value")
-    for step, batch_numbers in loop.steps():
-        num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
-        for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):
-            micro_examples = [examples[i] for i in micro]
-            batch = scorer.collate(items_of(micro_examples), run.device)
-            logps = scorer(batch)                # (B, M) of turns, or the head's output; of P pairs B = 2P trajectories
-            if args.score == "value":
-                labels = torch.tensor([returns[i] for i in micro], device=run.device)              # (B,)
-                values = value_losses(logps, labels, batch.lengths)                                # (B,) each
-            else:
-                advantages = logps
-                if args.score == "logratio":
-                    micro_ref_logps = padded_outputs([ref_logps[i] for i in micro], run.device)    # (B, M)
-                    # eq. 3, (B, M)
-                    advantages = common.action_advantages(logps, micro_ref_logps, batch.lengths, args.normalize)
-                losses, numbers = bradley_terry_losses(advantages, logps, batch.lengths, args.beta, args.nll_coef)
-                values = {"loss": losses, **training.preference_numbers(**numbers, dtype=args.dtype)}      # (P,) each
-                if args.score != "logratio":
-                    del values["nll"]                               # a head's numbers are no log-probabilities
-            loop.backward(values, weights / num_terms)
-        loop.update(step)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,40 +212,51 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
+    job = training.Job(vars(args), inputs=[])
+    needs_pairs = args.score != "value"
+    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     if args.dry_run:
-        return dry_run(args, args.batch_size, 1 if args.score == "value" else 2)
-    run = start(args.seed)
+        return dry_run(job, args.dry_run, lora, rows_an_example=2 if needs_pairs else 1)
     trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
-    inputs = [args.trajectories, args.model]
-    if is_done(vars(args), args.out, inputs, folder=True):
+    if job.output.is_done():
         return
-    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
-    data.fill_rewards(trajectories, vars(args))
-    train_groups, test_groups = split_groups(trajectories, args)
-    critic = open_critic(args, domain)
-    groups = train_groups + test_groups
-    examples, ref_examples = critic.read(lambda sees_c: examples_of(trajectories, groups, critic, sees_c))
-    fitting = training.fitting_numbers(examples, args.max_length, args.trajectories)
-    groups = [groups[i] for i in fitting]
+    data.fill_rewards(trajectories, job.output)
+    groups, held_out_groups = split_groups(trajectories, needs_pairs, args.held_out_frac, args.trajectories)
+    groups += held_out_groups
+
+    # the critic says how a trajectory becomes tokens
+    if reads_images(args.model):
+        processor = critic_processor(args.model, args.score, domain, args.trajectories)
+        show = functools.partial(data.show_documents, domain, job.output)
+        critic = VisualCritic(args.out, args.score, domain, show, args.critic_sees_c, processor)
+    elif args.score == "logratio":
+        critic = common.LogRatioCritic(args.out, args.model, load_tokenizer(args.model), args.critic_sees_c,
+                                       args.reference_sees_c, args.normalize)
+    else:
+        critic = common.HeadCritic(args.out, args.score, load_tokenizer(args.model), args.critic_sees_c)
+    examples, ref_examples = examples_of(trajectories, groups, critic)
+    fitting = job.fitting_numbers(examples)
     examples = [examples[i] for i in fitting]
-    ref_examples = [ref_examples[i] for i in fitting]
     num_trained = sum(not is_held_out(example.task_id, args.held_out_frac) for example in examples)
     if not num_trained:
         raise InputError(f"{args.trajectories}: no examples to train on: all are longer than --max-length "
                          f"{args.max_length}")
-    begin_output(vars(args), args.out, inputs, folder=True)
+    job.output.begin()
 
     # The reference is this model before its first update: what it says is computed here, once, with the Scorer that is
     # trained below
-    scorer = load_scorer(args.model, run, sharding_of(args), lora, critic.scorer_class)
+    scorer = job.load(args.model, lora, critic.scorer_class)
     scorer.check_positions(items_of(examples))
     training.show_samples(critic.tokenizer, examples[0])
     ref_logps = [None] * len(examples)
-    if critic.score == "logratio":
-        ref_logps = reference_logps(args.out, scorer, ref_examples, args.max_tokens)
-    returns = [max(0.0, float(domain.eval_score(trajectories[number]))) for number, *_ in groups]
-    train(scorer, examples[:num_trained], ref_logps, returns, args, run)            # those after are held out
+    if args.score == "logratio":
+        ref_logps = reference_logps(args.out, scorer, [ref_examples[i] for i in fitting], args.max_tokens)
+    returns = []
+    for i in fitting:
+        trajectory = trajectories[groups[i][0]]
+        returns.append(max(0.0, float(domain.eval_score(trajectory))))
+    train(scorer, examples[:num_trained], ref_logps, returns, critic, job)          # those after are held out
 
     accuracy, num_pairs = None, len(examples) - num_trained
     if num_pairs:
@@ -255,7 +264,7 @@ def main(argv=None):
         say(f"held-out pair accuracy: {accuracy:.3f} on {num_pairs} pairs of tasks that were not trained on")
     else:
         say("held-out pair accuracy: not measured, no held-out pairs")
-    if run.rank == 0:
+    if job.run.rank == 0:
         write_json(pathlib.Path(args.out) / "critic.json", {
             **critic.note(),
             "beta": args.beta,
@@ -264,7 +273,7 @@ def main(argv=None):
             "prompt_form": common.prompt_form(critic, domain),
             "held_out_pair_accuracy": accuracy,
             "num_held_out_pairs": num_pairs})
-    training.finish_training(args.out, scorer, critic.tokenizer, args.merge)
+    training.finish_training(job, scorer, critic.tokenizer)
 
 
 if __name__ == "__main__":

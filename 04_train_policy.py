@@ -32,8 +32,8 @@ import collections
 import functools
 import gc
 import math
-import pathlib
 import random
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,30 +43,11 @@ import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import data, flags, training
-from lib.load import fresh_model, load_tokenizer, lora_config, max_positions, reads_images, shard, sharding_of
+from lib.load import fresh_model, load_tokenizer, lora_config, max_positions, reads_images, shard
 from lib.memory import dry_run
-from lib.runtime import (
-    add_costs,
-    begin_output,
-    InputError,
-    is_done,
-    read_jsonl,
-    read_rows,
-    RowFile,
-    run_stage,
-    say,
-    start,
-    write_jsonl,
-)
+from lib.runtime import InputError, read_jsonl, read_rows, RowFile, run_stage, say, write_jsonl
 from lib.sampling import add_rows, finish_rows, open_sampler
-from lib.scorer import (
-    batch_pairs,
-    items_of,
-    load_scorer,
-    padded_outputs,
-    reference_logps,
-    Scorer,
-)
+from lib.scorer import batch_pairs, items_of, padded_outputs, reference_logps, Scorer
 from lib.servers import is_server, visible_text
 from lib.statistics import agent_places
 from lib.tokens import agent_turns, encode, note_prompt, say_kinds
@@ -78,7 +59,7 @@ def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
     """Eq. 4 of pairs of actions: (losses (P,), {name: (P,)} for the log).
 
     logps, ref_logps   of the chosen and the rejected action of each pair, (P, 2): its log-probability under the policy
-                       and under the model at the start
+                       and under the reference model
     lengths            how many tokens they have, (P, 2)"""
     rewards = beta * (logps - ref_logps)                             # (P, 2)
     chosen, rejected = rewards.T                                     # (P,) each
@@ -87,16 +68,17 @@ def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
     return losses, {"chosen": chosen, "rejected": rejected, "nll": nll}
 
 
-def preference_losses(scorer, batch, examples, start_logps, args):
+def preference_losses(scorer, batch, examples, ref_logps, loss_weights):
     """Eq. 4 of a micro-batch, and what the log shows: {"loss" and others: (examples,), sums over the pairs of each},
     which train() divides by the pairs of the step.
-    start_logps: of each action under the model at the start, (B, M)."""
+    ref_logps: of each action under the reference model, (B, M)."""
+    beta, nll_coef, dtype = loss_weights
     items, actions = batch_pairs(examples).unbind(-1)                # of chosen and rejected, (P, 2) each
-    logps = scorer(batch)[items, actions]                                                   # (P, 2)
-    ref_logps = start_logps[items, actions]                                                 # (P, 2)
+    pair_logps = scorer(batch)[items, actions]                                              # (P, 2)
+    pair_ref_logps = ref_logps[items, actions]                                              # (P, 2)
     lengths = batch.lengths[items, actions]                                                 # (P, 2)
-    losses, numbers = dpo_losses(logps, ref_logps, lengths, args.beta, args.nll_coef)       # (P,)
-    numbers = training.preference_numbers(**numbers, dtype=args.dtype)
+    losses, numbers = dpo_losses(pair_logps, pair_ref_logps, lengths, beta, nll_coef)       # (P,)
+    numbers = training.preference_numbers(**numbers, dtype=dtype)
     num_pairs = [len(example.pairs) for example in examples]
     sums = {}
     for name, values in {"loss": losses, **numbers}.items():
@@ -104,7 +86,7 @@ def preference_losses(scorer, batch, examples, start_logps, args):
     return sums
 
 
-def imitation_losses(scorer, batch, examples, start_logps, args):
+def imitation_losses(scorer, batch, examples, ref_logps):
     """Minus the log-probability of all actions of each example, which has one item: {"loss": (examples,)}."""
     return {"loss": -scorer(batch).sum(1)}
 
@@ -121,22 +103,39 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
                      "history": list_of(data.TURN), "candidates": list_of(CANDIDATE)})
 
 
-def read_states(trajectories, tokenizer, critic, args):
-    """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
-    "history", "max_rounds"} each. "prompt" is o_t, without c, as it was logged where the file allows
-    (agent_turns).
-    Left out are those whose prompts, as agent or critic read them, are too long."""
+class Sampling(NamedTuple):
+    """How the candidates of a state are sampled."""
+
+    num_candidates: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    concurrency: int                                                 # candidates in flight per rank
+
+    @classmethod
+    def of(cls, flags):
+        return cls(**{name: flags[name] for name in cls._fields})
+
+
+def read_states(trajectories, tokenizer, data_frac, seed):
+    """The states of all agent turns of a share of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
+    "history", "max_rounds"} each. "prompt" is o_t, without c, as it was logged where the file allows (agent_turns)."""
     order = list(range(len(trajectories)))
-    random.Random(args.seed).shuffle(order)
-    num_chosen = max(1, round(args.data_frac * len(order)))
+    random.Random(seed).shuffle(order)
+    num_chosen = max(1, round(data_frac * len(order)))
     chosen = [trajectories[i] for i in sorted(order[:num_chosen])]
     states, kinds = [], collections.Counter()
     for trajectory in chosen:
         states += states_of(trajectory, agent_turns(tokenizer, trajectory, kinds))
-    say(f"{len(states):,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
+    say(f"{len(states):,} agent turns of {len(chosen):,} dialogues (--data-frac {data_frac:g} of "
         f"{len(trajectories):,})")
     say_kinds("their prompts", kinds)
-    max_prompt_tokens = max_positions(args.model) - args.max_new_tokens
+    return states
+
+
+def fitting_states(states, tokenizer, critic, max_new_tokens, job):
+    """The states whose prompts, also as the critic reads them, leave room for a candidate."""
+    max_prompt_tokens = max_positions(job.model) - max_new_tokens
     fitting = []
     for state in states:
         prompt = critic.prompt(state["prompt"], state["task"])       # as long as the agent's, or longer
@@ -144,10 +143,10 @@ def read_states(trajectories, tokenizer, critic, args):
             fitting.append(state)
     if len(fitting) < len(states):
         say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {max_prompt_tokens:,} "
-            f"tokens and leave no room for --max-new-tokens {args.max_new_tokens}: {len(fitting):,} turns are left")
+            f"tokens and leave no room for --max-new-tokens {max_new_tokens}: {len(fitting):,} turns are left")
     if not fitting:
-        raise InputError(f"{args.trajectories}: no turns to train on: their prompts leave no room for --max-new-tokens "
-                         f"{args.max_new_tokens}")
+        raise InputError(f"{job.path}: no turns to train on: their prompts leave no room for --max-new-tokens "
+                         f"{max_new_tokens}")
     return fitting
 
 
@@ -168,10 +167,13 @@ def name_of(state):
     return tuple(state[key] for key in NAME if key in state)
 
 
-def read_candidates(path, states, num_candidates):
-    """The rows of another run's candidates.jsonl; InputError where they are not those of these states."""
+def find_candidates(path, states, sampling, job):
+    """The rows of candidates.jsonl where these are there: of another run (`path`, if it is given), or of this run
+    before it was interrupted; else None. InputError where another run's are not those of these states."""
+    if not path:
+        return job.output.kept_rows("candidates.jsonl")
     rows = read_jsonl(path, CANDIDATES)
-    wanted = [(*name_of(state), num_candidates, state["prompt"]) for state in states]
+    wanted = [(*name_of(state), sampling.num_candidates, state["prompt"]) for state in states]
     given = [(*name_of(row), len(row["candidates"]), row["prompt"]) for row in rows]
     if given != wanted:
         raise InputError(f"{path}: made from other turns or prompts, or with another --num-candidates; the "
@@ -182,39 +184,33 @@ def read_candidates(path, states, num_candidates):
 # ---------------------------------------------------------------------------------------------------------------------
 # sweet: sample candidates of each state, score them, pair them
 
-def with_candidates(states, tokenizer, args, run):
-    """Rows of candidates.jsonl: the states with "candidates", those of --candidates, or --num-candidates actions
-    sampled after each prompt. The ranks share the states; each holds the whole policy, or asks --sampler.
-    It begins the output."""
-    if args.sampler and (args.candidates or not is_server(args.sampler)):
-        raise InputError("--sampler: takes http://HOST:PORT/v1#NAME, and goes without --candidates")
-    path = pathlib.Path(args.out) / "candidates.jsonl"
-    if args.candidates:
-        states = read_candidates(args.candidates, states, args.num_candidates)
-        begin(args)
-        return states
-    if path.exists() and not args.overwrite:                         # of a run that was interrupted later
-        begin(args)
-        return read_rows(path)
-    slots = max(args.num_candidates, args.concurrency)
-    longest = max(len(encode(tokenizer, state["prompt"])) for state in states) + args.max_new_tokens
-    sampler = open_sampler(args.sampler or args.model, run.device, args.dtype, slots, max(args.max_tokens, longest),
-                           tokenizer)
-    begin(args)
+def open_candidate_sampler(states, tokenizer, server, sampling, job):
+    """What samples candidates: a `server` (--sampler) or, without one, the policy, whole on each rank."""
+    slots = max(sampling.num_candidates, sampling.concurrency)
+    longest = max(len(encode(tokenizer, state["prompt"])) for state in states) + sampling.max_new_tokens
+    return open_sampler(server or job.model, job.run.device, job.sharding.dtype, slots, max(job.max_tokens, longest),
+                        tokenizer)
 
+
+def sample_candidates(states, sampler, sampling, job):
+    """Rows of candidates.jsonl: the states with "candidates", actions sampled after each prompt. The ranks share the
+    states."""
     async def make_row(state):
-        key = args.seed, "candidates", *name_of(state)               # of its random numbers
-        replies = await sampler.sample(state["prompt"], args.num_candidates, args.temperature, args.max_new_tokens, key)
+        key = sampling.seed, "candidates", *name_of(state)           # of its random numbers
+        replies = await sampler.sample(state["prompt"], sampling.num_candidates, sampling.temperature,
+                                       sampling.max_new_tokens, key)
         candidates = [{"text": reply.text, "ids": reply.ids, "ended": reply.ended} for reply in replies]
         return {**state, "candidates": candidates}
 
-    rows = RowFile(path, run)
-    in_flight = 2 * math.ceil(slots / args.num_candidates)           # states; half of them wait, so that no slot idles
-    failures = add_rows(rows, states, make_row, in_flight, run)
-    add_costs()
-    finish_rows(rows, len(states), failures, run)
-    states = read_rows(path)                                         # some perhaps of a run that was killed
-    add_costs(generated_tokens=sum(len(candidate["ids"]) for state in states for candidate in state["candidates"]))
+    rows = RowFile(job.output.path / "candidates.jsonl", job.run)
+    slots = max(sampling.num_candidates, sampling.concurrency)
+    in_flight = 2 * math.ceil(slots / sampling.num_candidates)       # states; half of them wait, so that no slot idles
+    failures = add_rows(rows, states, make_row, in_flight, job.run)
+    job.output.add_costs()
+    finish_rows(rows, len(states), failures, job.run)
+    states = read_rows(rows.out)                                     # some perhaps of a run that was killed
+    num_tokens = sum(len(candidate["ids"]) for state in states for candidate in state["candidates"])
+    job.output.add_costs(generated_tokens=num_tokens)
     return states
 
 
@@ -223,28 +219,28 @@ def score_rows(rows, critic):
     return critic.score_actions([state_of(row) for row in rows])
 
 
-def score_candidates(rows, critic, args, run, score=score_rows):
+def score_candidates(rows, critic, job, score=score_rows):
     """Rows of scored.jsonl: those of candidates.jsonl with "advantages", what `score` gives for every candidate.
     Critic and reference are split over the ranks, which score every block together."""
-    path = pathlib.Path(args.out) / "scored.jsonl"
+    path = job.output.path / "scored.jsonl"
     if path.exists():
         return read_rows(path)
     gc.collect()                                                     # frees the model that has sampled them
     torch.cuda.empty_cache()                                         # NCCL takes memory that torch does not hold
-    critic.load(functools.partial(load_scorer, run=run, sharding=sharding_of(args)), args.max_tokens)
-    scored = RowFile(path, run)
+    critic.load(job.load, job.max_tokens)
+    scored = RowFile(path, job.run)
     starts = range(0, len(rows), SCORED_TOGETHER)
-    for first in tqdm(starts, path.name, mininterval=5, disable=run.rank > 0):
+    for first in tqdm(starts, path.name, mininterval=5, disable=job.run.rank > 0):
         block = rows[first:first + SCORED_TOGETHER]
         numbers = range(first, first + len(block))
         if scored.done.issuperset(numbers):                          # of a run that was killed
             continue
         scores = score(block, critic)
-        if run.rank == 0:
+        if job.run.rank == 0:
             for number, row, advantages in zip(numbers, block, scores, strict=True):
                 scored.add(number, {**row, "advantages": advantages})
-    finish_rows(scored, len(rows), [], run)
-    add_costs()
+    finish_rows(scored, len(rows), [], job.run)
+    job.output.add_costs()
     critic.free()                                                    # before the policy is loaded
     gc.collect()
     return read_rows(path)
@@ -294,10 +290,10 @@ def as_pair(row, chosen, rejected):
     return pair
 
 
-def pairs_of(rows, tokenizer, args, run, choose=candidate_pairs):
+def pairs_of(rows, tokenizer, pairs_per_turn, job, choose=candidate_pairs):
     """The rows of pairs.jsonl that are short enough, of the rows of scored.jsonl; says how many are not there, and
     why. choose: what gives the pairs of a row."""
-    rng = random.Random(args.seed)
+    rng = random.Random(job.schedule.seed)
     pairs, num_cut, num_equal_turns, num_equal = [], 0, 0, 0
     for row in rows:
         advantages = [row["advantages"][i] for i in ended_candidates(row)]
@@ -305,22 +301,22 @@ def pairs_of(rows, tokenizer, args, run, choose=candidate_pairs):
         if len(advantages) > 1 and len(set(advantages)) == 1:
             num_equal_turns += 1
             num_equal += len(advantages)
-        for chosen, rejected in choose(row, args.pairs_per_turn, rng):
+        for chosen, rejected in choose(row, pairs_per_turn, rng):
             pairs.append(as_pair(row, chosen, rejected))
-    if run.rank == 0:
-        write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
-    fitting = [pair for pair in pairs if pair_length(pair, tokenizer) <= args.max_length]
+    if job.run.rank == 0:
+        write_jsonl(job.output.path / "pairs.jsonl", pairs)
+    fitting = [pair for pair in pairs if pair_length(pair, tokenizer) <= job.max_length]
     num_without_c = sum(not row["task"]["ground_truth"] for row in rows)
-    counts = [f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for (others: two of equal advantage, "
+    counts = [f"{len(pairs):,} pairs of {len(rows) * pairs_per_turn:,} asked for (others: two of equal advantage, "
               f"or fewer than two to choose from), {num_cut:,} candidates stopped by --max-new-tokens were left out",
-              f"{len(pairs) - len(fitting):,} pairs are longer than --max-length {args.max_length}"]
+              f"{len(pairs) - len(fitting):,} pairs are longer than --max-length {job.max_length}"]
     if num_equal_turns:
         counts.append(f"{num_equal_turns:,} of {len(rows):,} turns give no pair: all of their {num_equal:,} candidates "
                       "have equal advantages")
     if num_without_c:
         counts.append(f"{num_without_c:,} of {len(rows):,} turns have no c")
     if not fitting:
-        raise InputError(f"{args.trajectories}: no examples to train on: {'; '.join(counts)}")
+        raise InputError(f"{job.path}: no examples to train on: {'; '.join(counts)}")
     say(*counts)
     return fitting
 
@@ -356,45 +352,16 @@ def pair_examples(pairs, tokenizer, together):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# methods: what each makes examples of
+# the baselines
 
-def open_critic(domain, tokenizer, args):
-    """The critic that ranks candidates of tasks of a domain."""
-    show = functools.partial(data.show_documents, domain, args.out, args.browser)
-    critic = common.open_critic(args.critic, args.model, domain, args.reference_sees_c, show)
-    critic.check_tokenizer(tokenizer, args.model)
-    return critic
+def pair_of_dialogues(example):
+    """mtdpo: the example of two trajectories, each of them one action, because dialogues are compared as wholes."""
+    items = [common.as_one_action(item) for item in example.items]
+    return example._replace(items=items, pairs=[((0, 0), (1, 0))])
 
 
-def sweet_examples(trajectories, tokenizer, args, run):
-    """Examples of pairs of candidates."""
-    domain = domain_of(trajectories[0]["task"])
-    critic = open_critic(domain, tokenizer, args)
-    states = read_states(trajectories, tokenizer, critic, args)
-    rows = with_candidates(states, tokenizer, args, run)
-    rows = score_candidates(rows, critic, args, run)                                # eq. 3: critic.score_actions
-    pairs = pairs_of(rows, tokenizer, args, run)
-    return pair_examples(pairs, tokenizer, args.pairs_together)
-
-
-def mtdpo_examples(trajectories, tokenizer, args, run):
-    """Examples of pairs of trajectories: two items, each one action, because a dialogue is compared as a whole."""
-    data.fill_rewards(trajectories, vars(args))
-    groups = common.trajectory_pairs(trajectories, args.trajectories)
-    say(f"{len(groups):,} trajectory pairs")
-    examples = []
-    make_items = functools.partial(common.trajectory_items, tokenizer, sees_c=False)
-    for example in common.trajectory_examples(trajectories, groups, make_items):
-        items = [common.as_one_action(item) for item in example.items]
-        examples.append(example._replace(items=items, pairs=[((0, 0), (1, 0))]))
-    examples = short_examples(examples, args)
-    begin(args)
-    return examples
-
-
-def rft_examples(trajectories, tokenizer, args, run):
-    """Examples of trajectories to imitate: the successful ones; where returns are graded, the best of each task."""
-    data.fill_rewards(trajectories, vars(args))
+def successful(trajectories, path):
+    """rft: the successful trajectories; where returns are graded, the best of each task."""
     if domain_of(trajectories[0]["task"]).MIN_RETURN_GAP is None:
         good = [trajectory for trajectory in trajectories if trajectory["reward"] == 1]
     else:
@@ -403,66 +370,34 @@ def rft_examples(trajectories, tokenizer, args, run):
             by_task[trajectory["task_id"]].append(trajectory)
         good = [max(group, key=lambda trajectory: trajectory["reward"]) for group in by_task.values()]
     if not good:
-        raise InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
+        raise InputError(f"{path}: no successful trajectories (reward 1) to train on")
     say(f"{len(good):,} successful (or best) trajectories")
-    return sft_examples(good, tokenizer, args, run)
+    return good
 
 
-def sft_examples(trajectories, tokenizer, args, run):
-    """Examples of trajectories to imitate: all of them."""
-    groups = [(i,) for i in range(len(trajectories))]
-    make_items = functools.partial(common.trajectory_items, tokenizer, sees_c=None)
-    examples = short_examples(common.trajectory_examples(trajectories, groups, make_items), args)
-    begin(args)
-    return examples
+def trajectory_examples(trajectories, groups, tokenizer, sees_c):
+    """common.trajectory_examples of text."""
+    make_items = functools.partial(common.trajectory_items, tokenizer, sees_c=sees_c)
+    return common.trajectory_examples(trajectories, groups, make_items)
 
-
-def short_examples(examples, args):
-    """The examples of at most --max-length tokens; InputError where none is left."""
-    return [examples[i] for i in training.fitting_numbers(examples, args.max_length, args.trajectories)]
-
-
-def inputs_of(args):
-    """What the output depends on beside the arguments: files, folders, names of models. Forks lack some flags."""
-    names = [vars(args).get(flag) for flag in ("trajectories", "model", "candidates", "sampler", "critic")]
-    return [name for name in names if name != common.UNTRAINED]
-
-
-def begin(args):
-    """Begin the output; what --overwrite replaces goes now, when all inputs are read."""
-    begin_output(vars(args), args.out, inputs_of(args), folder=True)
-
-
-# make_examples       (trajectories, tokenizer, args, run) -> examples; it begins the output when all inputs are read
-# losses_of           (scorer, batch, examples, start_logps, args) -> {"loss": …, …}, (examples,) each
-# has_reference       whether start_logps, those of the model at the start, are computed; else they are None
-# epochs, batch_size  defaults of the flags; here those of table 5's backend row
-# num_items           items of an example, for --dry-run, which forks lack
-Method = collections.namedtuple("Method", "make_examples losses_of has_reference epochs batch_size num_items",
-                                defaults=(1, 8, 1))
-METHODS = {
-    "sweet": Method(sweet_examples, preference_losses, has_reference=True, epochs=1, batch_size=8),
-    "mtdpo": Method(mtdpo_examples, preference_losses, has_reference=True, epochs=4, batch_size=8, num_items=2),
-    "rft": Method(rft_examples, imitation_losses, has_reference=False, epochs=4, batch_size=32),
-    "sft": Method(sft_examples, imitation_losses, has_reference=False, epochs=4, batch_size=32),
-}
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def train(scorer, examples, ref_logps, losses_of, args, run):
+def train(scorer, examples, ref_logps, losses_of, job):
     """Train the scorer's model on the examples, from the last saved state.
-    ref_logps: what reference_logps gives for each example; None where turns are imitated.
-    losses_of: as of Method."""
-    loop = training.Loop(scorer, examples, examples_a_step(args), args, run, has_dropout=ref_logps is None)
+
+    ref_logps   what reference_logps gives for each example; None where turns are imitated
+    losses_of   (scorer, batch, examples, ref_logps (B, M) or None) -> {"loss": …, …}, (examples,) each"""
+    loop = training.Loop(scorer, examples, job, has_dropout=ref_logps is None)
     for step, batch_numbers in loop.steps():
         num_terms = sum(num_loss_terms(examples[i]) for i in batch_numbers)     # the step's loss is a mean over these
-        for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):
+        for micro, weights in training.rank_batches(batch_numbers, examples, job):
             micro_examples = [examples[i] for i in micro]
-            batch = scorer.collate(items_of(micro_examples), run.device)
-            start_logps = None
+            batch = scorer.collate(items_of(micro_examples), job.run.device)
+            micro_ref_logps = None
             if ref_logps is not None:
-                start_logps = padded_outputs([ref_logps[i] for i in micro], run.device)             # (B, M)
-            values = losses_of(scorer, batch, micro_examples, start_logps, args)                    # (examples,) each
+                micro_ref_logps = padded_outputs([ref_logps[i] for i in micro], job.run.device)     # (B, M)
+            values = losses_of(scorer, batch, micro_examples, micro_ref_logps)                      # (examples,) each
             loop.backward(values, weights / num_terms)
         loop.update(step)
 
@@ -474,12 +409,25 @@ def num_loss_terms(example):
     return sum(number >= 0 for item in example.items for row in item for number in row.action_ids)
 
 
-def examples_a_step(args):
-    """Examples of a step: --batch-size pairs or trajectories; with --pairs-together the turns of as many pairs."""
-    if vars(args).get("pairs_together"):
-        return max(1, args.batch_size // args.pairs_per_turn)
-    return args.batch_size
+def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
+    """Train the model that load() gives on examples, and write it.
+    losses_of: as of train(). has_reference: whether it compares with the reference model, which is the model at its
+    start: its log-probabilities are computed here, once, with the Scorer that is trained then."""
+    training.show_samples(tokenizer, examples[0])
+    scorer = load()
+    scorer.check_positions(items_of(examples))
+    ref_logps = None
+    if has_reference:
+        ref_logps = reference_logps(job.output.path, scorer, examples, job.max_tokens)
+    train(scorer, examples, ref_logps, losses_of, job)
+    training.finish_training(job, scorer, tokenizer)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Passes and examples a step, where no flag says so: table 5's backend row
+EPOCHS = {"sweet": 1, "mtdpo": 4, "rft": 4, "sft": 4}
+BATCH_SIZE = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32}
 
 # What differs from the defaults: in the paper (its text and table 5), and in the published code (docs/reproduce.md)
 LARGE = {"dtype": "bfloat16", "activation_checkpointing": True}
@@ -507,7 +455,7 @@ def add_candidates(parser):
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=METHODS, required=True, help="see above")
+    parser.add_argument("--method", choices=EPOCHS, required=True, help="see above")
     flags.add_training(parser, max_length=16384)
     flags.add_critic(parser)
     add_candidates(parser)
@@ -519,52 +467,103 @@ def parse_args(argv=None):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
         parser.error("--method sweet needs --critic: a folder, or untrained")
-    if args.preset == "paper-frontend" and args.epochs is None and METHODS[args.method].epochs == 4:
+    if args.preset == "paper-frontend" and args.epochs is None and EPOCHS[args.method] == 4:
         args.epochs = 8
+    args.epochs = args.epochs or EPOCHS[args.method]
+    args.batch_size = args.batch_size or BATCH_SIZE[args.method]
+    check_candidates(parser, args.sampler, args.candidates)
     return args
 
 
-def open_model(args, trajectories, run):
-    """(tokenizer, a function that loads the Scorer) of --model; with --method sft --model tiny of a small new one."""
-    sharding = sharding_of(args)
-    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
-    if args.model == "tiny" and args.method == "sft" and not lora:
+def check_candidates(parser, sampler, candidates):
+    """End with an error where the flags of add_candidates do not go together."""
+    if sampler and (candidates or not is_server(sampler)):
+        parser.error("--sampler: takes http://HOST:PORT/v1#NAME, and goes without --candidates")
+
+
+def open_model(trajectories, is_fresh, lora, job):
+    """(tokenizer, a function that loads the Scorer) of --model or, if is_fresh, of a small new model that knows the
+    words of the trajectories."""
+    if is_fresh:
         texts = [common.vocabulary_text(trajectory) for trajectory in trajectories]
         model, tokenizer = fresh_model(texts)
-        return tokenizer, functools.partial(shard, Scorer(model.to(run.device)), run, sharding)
-    if reads_images(args.model):
-        raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    return load_tokenizer(args.model), functools.partial(load_scorer, args.model, run, sharding, lora)
+        return tokenizer, functools.partial(shard, Scorer(model.to(job.run.device)), job.run, job.sharding)
+    if reads_images(job.model):
+        raise InputError(f"{job.model}: policies read and write text alone; a model that sees can be a critic")
+    return load_tokenizer(job.model), functools.partial(job.load, job.model, lora)
 
 
-def main(argv=None, parse_args=parse_args, methods=METHODS):
-    """parse_args, methods: those of a fork."""
-    args = parse_args(argv)
-    method = methods[args.method]
-    args.epochs = args.epochs or method.epochs
-    args.batch_size = args.batch_size or method.batch_size
-    if args.dry_run and methods is not METHODS:
+def open_critic(name, tokenizer, domain, reference_sees_c, job):
+    """The critic of --critic that scores candidates for tasks of a domain."""
+    show = functools.partial(data.show_documents, domain, job.output)
+    critic = common.open_critic(name, job.model, domain, reference_sees_c, show)
+    critic.check_tokenizer(tokenizer, job.model)
+    return critic
+
+
+def open_fork(flags, inputs=()):
+    """What a fork begins with: (job, trajectories, tokenizer, a function that loads the Scorer); None where its output
+    is done. flags: {name: value}. inputs: as of training.Job."""
+    if flags["dry_run"]:
         raise InputError("--dry-run goes with 04_train_policy.py")
-    if args.dry_run:
-        return dry_run(args, examples_a_step(args), method.num_items, args.method == "sweet")
-    run = start(args.seed)
-    trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
-    if is_done(vars(args), args.out, inputs_of(args), folder=True):
-        return
-    tokenizer, load = open_model(args, trajectories, run)
-    examples = method.make_examples(trajectories, tokenizer, args, run)
-    training.show_samples(tokenizer, examples[0])
+    job = training.Job(flags, inputs)
+    trajectories = data.read_trajectories(job.path, flags["num_trajectories"], flags["seed"])
+    if job.output.is_done():
+        return None
+    lora = lora_config(job.model, flags["lora"], flags["lora_targets"], job.merge)
+    return job, trajectories, *open_model(trajectories, False, lora, job)
 
-    # The reference is this model before its first update: what it says is computed here, once, with the Scorer that is
-    # trained below
-    scorer = load()
-    scorer.check_positions(items_of(examples))
-    ref_logps = None
-    if method.has_reference:
-        ref_logps = reference_logps(args.out, scorer, examples, args.max_tokens)
-    train(scorer, examples, ref_logps, method.losses_of, args, run)
+
+def main(argv=None):
+    args = parse_args(argv)
+    more_inputs = [name for name in (args.candidates, args.sampler, args.critic) if name != common.UNTRAINED]
+    job = training.Job(vars(args), more_inputs)
+    if args.pairs_together:                                          # an example is then all pairs of a turn
+        job.schedule = job.schedule._replace(batch_size=max(1, args.batch_size // args.pairs_per_turn))
+    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+    if args.dry_run:
+        rows_an_example = 2 if args.method == "mtdpo" else 1
+        return dry_run(job, args.dry_run, lora, rows_an_example, is_tree=args.method == "sweet")
+    trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
+    if job.output.is_done():
+        return
+    is_fresh = args.model == "tiny" and args.method == "sft" and not lora
+    tokenizer, load = open_model(trajectories, is_fresh, lora, job)
+
+    if args.method == "sweet":
+        domain = domain_of(trajectories[0]["task"])
+        critic = open_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
+        states = read_states(trajectories, tokenizer, args.data_frac, args.seed)
+        states = fitting_states(states, tokenizer, critic, args.max_new_tokens, job)
+        sampling = Sampling.of(vars(args))
+        rows = find_candidates(args.candidates, states, sampling, job)
+        sampler = None if rows else open_candidate_sampler(states, tokenizer, args.sampler, sampling, job)
+        job.output.begin()
+        rows = rows or sample_candidates(states, sampler, sampling, job)
+        sampler = None                                               # frees its memory
+        rows = score_candidates(rows, critic, job)                   # eq. 3: critic.score_actions
+        pairs = pairs_of(rows, tokenizer, args.pairs_per_turn, job)
+        examples = pair_examples(pairs, tokenizer, args.pairs_together)
+    else:
+        if args.method != "sft":
+            data.fill_rewards(trajectories, job.output)
+        if args.method == "mtdpo":
+            groups = common.trajectory_pairs(trajectories, args.trajectories)
+            say(f"{len(groups):,} trajectory pairs")
+            examples = trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
+            examples = [pair_of_dialogues(example) for example in examples]
+        else:
+            good = successful(trajectories, args.trajectories) if args.method == "rft" else trajectories
+            examples = trajectory_examples(good, [(i,) for i in range(len(good))], tokenizer, sees_c=None)
+        examples = [examples[i] for i in job.fitting_numbers(examples)]
+        job.output.begin()
+
+    is_preference = args.method in ("sweet", "mtdpo")
+    losses_of = imitation_losses
+    if is_preference:
+        losses_of = functools.partial(preference_losses, loss_weights=job.loss_weights)
     note_prompt(args.out, trajectories)
-    training.finish_training(args.out, scorer, tokenizer, args.merge)
+    train_policy(load, tokenizer, examples, losses_of, job, has_reference=is_preference)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from lib.report.export import export
 from lib.report.page import about_lines, page_data, write_report
 from lib.report.plots import report_plots
 from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
-from lib.runtime import begin_output, InputError, is_done, read_jsonl, run_stage, say, start, write_json, write_jsonl
+from lib.runtime import InputError, Output, read_jsonl, run_stage, say, start, write_json, write_jsonl
 from lib.scorer import load_whole
 from lib.tokens import shown_system
 
@@ -324,13 +324,14 @@ def main(argv=None):
     inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic]
     if args.candidates:
         inputs += [f"{args.candidates}/scored.jsonl", f"{args.candidates}/pairs.jsonl"]
-    if is_done(vars(args), out, inputs, folder=True):
+    output = Output(out, vars(args), inputs, folder=True)
+    if output.is_done():
         return
     environments = []
     for compat in [False, True] if args.compat else [False]:
         options = {**vars(args), "compat": compat}
         environments.append(data.environment(domain, out / "images", out / "scored", options, run.device))
-    begin_output(vars(args), out, inputs, folder=True)
+    output.begin()
 
     # scores and metrics, on disk before everything that is optional
     (out / "scored").mkdir(exist_ok=True)

@@ -20,26 +20,27 @@ import random
 
 import torch
 
+import common
 from colbench import ColBenchError, domain_of
-from lib import data, flags, training
+from lib import data, flags
 from lib.runtime import InputError, run_stage, say
-from lib.scorer import Sequence
+from lib.scorer import item_length, Sequence
 from lib.statistics import agent_places
-from lib.tokens import agent_turns, decode, encode
+from lib.tokens import agent_turns, decode, encode, note_prompt
 
 policy = importlib.import_module("04_train_policy")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # loss
 
-def answers_losses(scorer, batch, examples, start_logps, args):
+def answers_losses(scorer, batch, examples, ref_logps, loss_weights, answer_coef):
     """04's preference_losses, where --answer-coef adds the NLL of right answers, once for each pair."""
     logps = scorer(batch)                                            # (B, M)
-    losses = policy.preference_losses(lambda _: logps, batch, examples, start_logps, args)
-    if args.answer_coef:
+    losses = policy.preference_losses(lambda _: logps, batch, examples, ref_logps, loss_weights)
+    if answer_coef:
         num_pairs = torch.tensor([len(example.pairs) for example in examples], device=logps.device)
         losses["answer_nll"] = answer_nlls(logps, batch.lengths) * num_pairs                        # (examples,)
-        losses["loss"] = losses["loss"] + args.answer_coef * losses["answer_nll"]
+        losses["loss"] = losses["loss"] + answer_coef * losses["answer_nll"]
     return losses
 
 
@@ -52,7 +53,7 @@ def answer_nlls(logps, lengths):
 # ---------------------------------------------------------------------------------------------------------------------
 # right answers that are logged
 
-def read_right_answers(trajectories, tokenizer, args):
+def read_right_answers(trajectories, tokenizer, job):
     """An item of the last turn of each successful trajectory, if it is short enough, whose action tokens are those that
     state the answer: not that the agent answers, but what. InputError where there is none."""
     successful = [t for t in trajectories if domain_of(t["task"]).eval_score(t) == 1]
@@ -65,10 +66,10 @@ def read_right_answers(trajectories, tokenizer, args):
         read = encode(tokenizer, prompt) + action[:first]
         stated = action[first:]
         item = [Sequence(read + stated, [-1] * len(read) + [0] * len(stated))]
-        if training.item_length(item) <= args.max_length:
+        if item_length(item) <= job.max_length:
             items.append(item)
     if not items:
-        raise InputError(f"{args.trajectories}: --answer-coef: no successful dialogue whose last turn states an answer")
+        raise InputError(f"{job.path}: --answer-coef: no successful dialogue whose last turn states an answer")
     say(f"{len(items):,} right answers of {len(trajectories):,} trajectories (--answer-coef); "
         f"{len(successful) - len(items):,} more do not stand in the last turn, or are longer than --max-length with it")
     return items
@@ -124,33 +125,9 @@ def answering_candidates(row):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def answers_examples(trajectories, tokenizer, args, run):
-    """As 04's sweet_examples, with right answers, and with pairs that choose no unproven answer."""
-    domain = domain_of(trajectories[0]["task"])
-    critic = policy.open_critic(domain, tokenizer, args)
-    if args.answer_coef or args.answers_by_outcome:
-        data.fill_rewards(trajectories, vars(args))
-    choose = policy.candidate_pairs
-    if args.answers_by_outcome:
-        right_turns = turns_of_right_answers(trajectories, args.trajectories)
-        choose = functools.partial(allowed_pairs, right_turns)
-    right_answers = read_right_answers(trajectories, tokenizer, args) if args.answer_coef else None
-    states = policy.read_states(trajectories, tokenizer, critic, args)
-    rows = policy.with_candidates(states, tokenizer, args, run)
-    rows = policy.score_candidates(rows, critic, args, run)
-    pairs = policy.pairs_of(rows, tokenizer, args, run, choose)
-    examples = policy.pair_examples(pairs, tokenizer, args.pairs_together)
-    if args.answer_coef:
-        examples = with_right_answers(examples, right_answers, args.seed)
-    return examples
-
-
-METHODS = {"sweet": policy.Method(answers_examples, answers_losses, has_reference=True)}
-
-
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=METHODS, default="sweet", help="the only one")
+    parser.add_argument("--method", choices=["sweet"], default="sweet", help="the only one")
     flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
     flags.add_critic(parser, is_needed=True)
     policy.add_candidates(parser)
@@ -159,11 +136,48 @@ def parse_args(argv=None):
                         "--data-frac)")
     parser.add_argument("--answers-by-outcome", action="store_true", help="no pair chooses an answer, except in the "
                         "last turn of a dialogue whose answer was right")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    policy.check_candidates(parser, args.sampler, args.candidates)
+    return args
 
 
 def main(argv=None):
-    policy.main(argv, parse_args, METHODS)
+    args = parse_args(argv)
+    inputs = [name for name in (args.candidates, args.sampler, args.critic) if name != common.UNTRAINED]
+    fork = policy.open_fork(vars(args), inputs)
+    if not fork:
+        return
+    job, trajectories, tokenizer, load = fork
+    if args.pairs_together:
+        job.schedule = job.schedule._replace(batch_size=max(1, args.batch_size // args.pairs_per_turn))
+    domain = domain_of(trajectories[0]["task"])
+    critic = policy.open_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
+    if args.answer_coef or args.answers_by_outcome:
+        data.fill_rewards(trajectories, job.output)
+    choose = policy.candidate_pairs
+    if args.answers_by_outcome:
+        right_turns = turns_of_right_answers(trajectories, args.trajectories)
+        choose = functools.partial(allowed_pairs, right_turns)
+    right_answers = read_right_answers(trajectories, tokenizer, job) if args.answer_coef else None
+
+    # as in 04
+    states = policy.read_states(trajectories, tokenizer, args.data_frac, args.seed)
+    states = policy.fitting_states(states, tokenizer, critic, args.max_new_tokens, job)
+    sampling = policy.Sampling.of(vars(args))
+    rows = policy.find_candidates(args.candidates, states, sampling, job)
+    sampler = None if rows else policy.open_candidate_sampler(states, tokenizer, args.sampler, sampling, job)
+    job.output.begin()
+    rows = rows or policy.sample_candidates(states, sampler, sampling, job)
+    sampler = None
+    rows = policy.score_candidates(rows, critic, job)
+    pairs = policy.pairs_of(rows, tokenizer, args.pairs_per_turn, job, choose)
+    examples = policy.pair_examples(pairs, tokenizer, args.pairs_together)
+    if args.answer_coef:
+        examples = with_right_answers(examples, right_answers, args.seed)
+
+    losses_of = functools.partial(answers_losses, loss_weights=job.loss_weights, answer_coef=args.answer_coef)
+    note_prompt(args.out, trajectories)
+    policy.train_policy(load, tokenizer, examples, losses_of, job)
 
 
 if __name__ == "__main__":

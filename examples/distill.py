@@ -15,12 +15,12 @@ import importlib
 
 import torch.nn.functional as F
 
-import common
 from colbench import ColBenchError
-from lib import flags, training
+from lib import flags
 from lib.load import load_model, max_positions, projection_of
 from lib.runtime import run_stage
 from lib.scorer import action_sums, hidden_states, in_chunks
+from lib.tokens import note_prompt
 
 policy = importlib.import_module("04_train_policy")
 
@@ -41,24 +41,18 @@ def token_kls(projection, hidden, teacher_projection, teacher_hidden, direction)
     return in_chunks(kls_of, projection, hidden, teacher_hidden)
 
 
-def distill_losses(scorer, batch, examples, start_logps, args):
-    """The divergence from the teacher at all tokens of each example: {"loss": (examples,)}, as 04's losses_of."""
-    teacher = load_teacher(args.model, batch.ids.device, args.dtype)
+def distill_losses(scorer, batch, examples, ref_logps, teacher, direction):
+    """The divergence from the teacher, a model, at all tokens of each example: {"loss": (examples,)}, as 04's
+    losses_of."""
     informed = [item for example in examples for item in example.informed]
     teacher_batch = scorer.collate(informed, batch.ids.device)
     teacher_hidden = before_actions(hidden_states(teacher, teacher_batch), teacher_batch)                     # (N, H)
 
     def kls_of(projection, hidden, batch):
         kls = token_kls(projection, before_actions(hidden, batch), projection_of(teacher), teacher_hidden,
-                        args.divergence)                                                                      # (N,)
+                        direction)                                                                            # (N,)
         return action_sums(batch, kls)
     return {"loss": scorer(batch, kls_of).sum(1)}
-
-
-@functools.cache
-def load_teacher(name, device, dtype):
-    """The model at the start, whole on each rank, without gradients."""
-    return load_model(name, device, dtype)[0].eval().requires_grad_(False)
 
 
 def before_actions(hidden, batch):
@@ -74,26 +68,11 @@ def before_actions(hidden, batch):
 TaughtExample = collections.namedtuple("TaughtExample", "items pairs task_id informed")
 
 
-def distill_examples(trajectories, tokenizer, args, run):
-    """Examples of all trajectories, without c and, for the teacher, with c; the latter are longer."""
-    groups = [(i,) for i in range(len(trajectories))]
-    make_items = functools.partial(common.trajectory_items, tokenizer)
-    plain = common.trajectory_examples(trajectories, groups, functools.partial(make_items, sees_c=False))
-    informed = common.trajectory_examples(trajectories, groups, functools.partial(make_items, sees_c=True))
-    max_length = min(args.max_length, max_positions(args.model))
-    fitting = training.fitting_numbers(informed, max_length, args.trajectories)
-    policy.begin(args)
-    return [TaughtExample(*plain[i], informed[i].items) for i in fitting]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-
-METHODS = {"distill": policy.Method(distill_examples, distill_losses, has_reference=False)}
-
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=METHODS, default="distill", help="the only one")
+    parser.add_argument("--method", choices=["distill"], default="distill", help="the only one")
     flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
     parser.add_argument("--divergence", choices=["forward", "reverse"], default="reverse",
                         help="forward: KL(teacher || policy); reverse: KL(policy || teacher)")
@@ -101,7 +80,23 @@ def parse_args(argv=None):
 
 
 def main(argv=None):
-    policy.main(argv, parse_args, METHODS)
+    args = parse_args(argv)
+    fork = policy.open_fork(vars(args))
+    if not fork:
+        return
+    job, trajectories, tokenizer, load = fork
+    job.max_length = min(args.max_length, max_positions(args.model))
+    groups = [(i,) for i in range(len(trajectories))]
+    plain = policy.trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
+    informed = policy.trajectory_examples(trajectories, groups, tokenizer, sees_c=True)           # longer
+    examples = [TaughtExample(*plain[i], informed[i].items) for i in job.fitting_numbers(informed)]
+    job.output.begin()
+
+    # the model at the start, whole on each rank, without gradients
+    teacher = load_model(args.model, job.run.device, args.dtype)[0].eval().requires_grad_(False)
+    losses_of = functools.partial(distill_losses, teacher=teacher, direction=args.divergence)
+    note_prompt(args.out, trajectories)
+    policy.train_policy(load, tokenizer, examples, losses_of, job, has_reference=False)
 
 
 if __name__ == "__main__":

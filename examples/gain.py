@@ -27,7 +27,7 @@ from colbench import ColBenchError, domain_of
 from lib import data, flags
 from lib.runtime import InputError, run_stage
 from lib.scorer import action_outputs
-from lib.tokens import continuation, end_of_turn, prompt_text, shown_system, template_args
+from lib.tokens import continuation, end_of_turn, note_prompt, prompt_text, shown_system, template_args
 
 policy = importlib.import_module("04_train_policy")
 
@@ -95,23 +95,6 @@ def reply_to(task, history, environment):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def gain_examples(trajectories, tokenizer, args, run):
-    """As 04's sweet_examples, without a critic."""
-    domain = domain_of(trajectories[0]["task"])
-    tasks = [trajectory["task"] for trajectory in trajectories]
-    if any(domain.lacks(task, "rules") for task in tasks):
-        raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")
-    critic = common.untrained_critic(args.model)
-    states = policy.read_states(trajectories, tokenizer, critic, args)
-    rows = policy.with_candidates(states, tokenizer, args, run)
-    options = {**vars(args), "similarity": None}                     # it replies, and scores nothing
-    with data.environment(domain, f"{args.out}.images", None, options) as environment:
-        score = functools.partial(worths, environment)
-        rows = policy.score_candidates(with_agents(rows, trajectories), critic, args, run, score)
-    pairs = policy.pairs_of(rows, tokenizer, args, run)
-    return policy.pair_examples(pairs, tokenizer, args.pairs_together)
-
-
 def with_agents(rows, trajectories):
     """The rows with what the agent's prompt after a reply is made with (prompt_text)."""
     by_name = {policy.name_of(trajectory): trajectory for trajectory in trajectories}
@@ -124,20 +107,49 @@ def with_agents(rows, trajectories):
     return prepared
 
 
-METHODS = {"gain": policy.Method(gain_examples, policy.preference_losses, has_reference=True)}
-
-
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=METHODS, default="gain", help="the only one")
+    parser.add_argument("--method", choices=["gain"], default="gain", help="the only one")
     parser.set_defaults(critic=None)
     flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
     policy.add_candidates(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    policy.check_candidates(parser, args.sampler, args.candidates)
+    return args
 
 
 def main(argv=None):
-    policy.main(argv, parse_args, METHODS)
+    args = parse_args(argv)
+    fork = policy.open_fork(vars(args), [args.candidates, args.sampler])
+    if not fork:
+        return
+    job, trajectories, tokenizer, load = fork
+    if args.pairs_together:
+        job.schedule = job.schedule._replace(batch_size=max(1, args.batch_size // args.pairs_per_turn))
+    domain = domain_of(trajectories[0]["task"])
+    if any(domain.lacks(trajectory["task"], "rules") for trajectory in trajectories):
+        raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")
+    critic = common.untrained_critic(args.model)
+
+    # as in 04, but for what scores candidates
+    states = policy.read_states(trajectories, tokenizer, args.data_frac, args.seed)
+    states = policy.fitting_states(states, tokenizer, critic, args.max_new_tokens, job)
+    sampling = policy.Sampling.of(vars(args))
+    rows = policy.find_candidates(args.candidates, states, sampling, job)
+    sampler = None if rows else policy.open_candidate_sampler(states, tokenizer, args.sampler, sampling, job)
+    job.output.begin()
+    rows = rows or policy.sample_candidates(states, sampler, sampling, job)
+    sampler = None
+    options = {**vars(args), "similarity": None}                     # it replies, and scores nothing
+    with data.environment(domain, f"{args.out}.images", None, options) as environment:
+        score = functools.partial(worths, environment)
+        rows = policy.score_candidates(with_agents(rows, trajectories), critic, job, score)
+    pairs = policy.pairs_of(rows, tokenizer, args.pairs_per_turn, job)
+    examples = policy.pair_examples(pairs, tokenizer, args.pairs_together)
+
+    losses_of = functools.partial(policy.preference_losses, loss_weights=job.loss_weights)
+    note_prompt(args.out, trajectories)
+    policy.train_policy(load, tokenizer, examples, losses_of, job)
 
 
 if __name__ == "__main__":

@@ -26,17 +26,16 @@ import functools
 import importlib
 import itertools
 import os
-import pathlib
 import statistics
 
 import torch
 
 import common
 from colbench import ColBenchError, domain_of
-from lib import data, flags, training
-from lib.load import sharding_of
+from lib import data, flags
 from lib.runtime import InputError, read_rows, run_stage, say, write_jsonl
-from lib.scorer import load_scorer, num_actions, padded_outputs
+from lib.scorer import num_actions, padded_outputs
+from lib.tokens import note_prompt
 
 policy = importlib.import_module("04_train_policy")
 
@@ -113,39 +112,6 @@ def advantage_shares(turns):
 GroupExample = collections.namedtuple("GroupExample", "items pairs task_id advantages")
 
 
-def grpo_examples(trajectories, tokenizer, args, run):
-    """Examples of trajectories whose tokens have an advantage, each token an action of its own; says how many have
-    none."""
-    critic = None
-    if args.critic:
-        domain = domain_of(trajectories[0]["task"])
-        critic = policy.open_critic(domain, tokenizer, args)
-        common.must_read_text(critic)
-        if critic.score == "value":
-            raise InputError(f"{args.critic}: grpo takes a critic that has advantages (03 --score logratio, regression)")
-    data.fill_rewards(trajectories, vars(args))
-    say_whose(trajectories, args.model)
-    groups = [(i,) for i in range(len(trajectories))]
-    make_items = functools.partial(common.trajectory_items, tokenizer, sees_c=False)
-    examples = common.trajectory_examples(trajectories, groups, make_items)
-    fitting = training.fitting_numbers(examples, args.max_length, args.trajectories)
-    examples = [examples[i] for i in fitting]
-    trajectories = [trajectories[i] for i in fitting]
-    policy.begin(args)
-    turn_scores = score_trajectories(trajectories, critic, args, run) if critic else None
-    returns = [float(domain_of(t["task"]).eval_score(t)) for t in trajectories]
-    advantages = turn_advantages(returns, turn_scores, [example.task_id for example in examples], args.signed)
-    ready = token_examples(examples, advantages)
-    num_long = (turn_scores or []).count([])
-    counts = (f"{len(examples) - len(ready) - num_long:,} of {len(examples):,} trajectories are left out: all those of "
-              f"their task are equally good; {num_long:,} more are too long for the critic (--max-tokens "
-              f"{args.max_tokens})")
-    if not ready:
-        raise InputError(f"{args.trajectories}: no examples to train on: {counts}")
-    say(counts)
-    return ready
-
-
 def say_whose(trajectories, model):
     """Say how many trajectories are not what the objective takes them for, samples of the model's probabilities."""
     num_foreign = sum(os.path.realpath(str(t.get("agent"))) != os.path.realpath(model) for t in trajectories)
@@ -156,14 +122,14 @@ def say_whose(trajectories, model):
             "probabilities")
 
 
-def score_trajectories(trajectories, critic, args, run):
+def score_trajectories(trajectories, critic, job):
     """The critic's advantage of each turn, kept in advantages.jsonl; [] where it is too long."""
-    path = pathlib.Path(args.out) / "advantages.jsonl"
+    path = job.output.path / "advantages.jsonl"
     if path.exists():                                                # of a run that was interrupted later
         return [row["advantages"] or [] for row in read_rows(path)]
-    critic.load(functools.partial(load_scorer, run=run, sharding=sharding_of(args)), args.max_tokens)
+    critic.load(job.load, job.max_tokens)
     turn_scores = critic.score_turns(trajectories)
-    if run.rank == 0:
+    if job.run.rank == 0:
         rows = []
         for trajectory, numbers in zip(trajectories, turn_scores):
             rows.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "advantages": numbers})
@@ -199,20 +165,17 @@ def token_item(item):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def grpo_losses(scorer, batch, examples, start_logps, args):
+def grpo_losses(scorer, batch, examples, ref_logps, clip, kl_coef):
     """clipped_losses of a micro-batch, as 04's preference_losses."""
-    advantages = padded_outputs([[example.advantages] for example in examples], start_logps.device)             # (B, M)
-    log_ratios = scorer(batch) - start_logps                         # (B, M): of each token
-    losses, numbers = clipped_losses(log_ratios, advantages, batch.lengths, args.clip, args.kl_coef)
+    advantages = padded_outputs([[example.advantages] for example in examples], ref_logps.device)               # (B, M)
+    log_ratios = scorer(batch) - ref_logps                           # (B, M): of each token
+    losses, numbers = clipped_losses(log_ratios, advantages, batch.lengths, clip, kl_coef)
     return {"loss": losses, **numbers}
-
-
-METHODS = {"grpo": policy.Method(grpo_examples, grpo_losses, has_reference=True)}
 
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=METHODS, default="grpo", help="the only one")
+    parser.add_argument("--method", choices=["grpo"], default="grpo", help="the only one")
     flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
     flags.add_critic(parser)
     parser.add_argument("--signed", action="store_true", help="see above")
@@ -226,7 +189,39 @@ def parse_args(argv=None):
 
 
 def main(argv=None):
-    policy.main(argv, parse_args, METHODS)
+    args = parse_args(argv)
+    fork = policy.open_fork(vars(args), [args.critic])
+    if not fork:
+        return
+    job, trajectories, tokenizer, load = fork
+    domain = domain_of(trajectories[0]["task"])
+    if args.critic:
+        critic = policy.open_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
+        common.must_read_text(critic)
+        if critic.score == "value":
+            raise InputError(f"{args.critic}: grpo takes a critic that has advantages, not values (03 --score)")
+    data.fill_rewards(trajectories, job.output)
+    say_whose(trajectories, args.model)
+    groups = [(i,) for i in range(len(trajectories))]
+    examples = policy.trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
+    fitting = job.fitting_numbers(examples)
+    examples = [examples[i] for i in fitting]
+    fitting_trajectories = [trajectories[i] for i in fitting]
+    job.output.begin()
+    turn_scores = score_trajectories(fitting_trajectories, critic, job) if args.critic else None
+    returns = [float(domain.eval_score(trajectory)) for trajectory in fitting_trajectories]
+    advantages = turn_advantages(returns, turn_scores, [example.task_id for example in examples], args.signed)
+    ready = token_examples(examples, advantages)
+    num_long = (turn_scores or []).count([])
+    counts = (f"{len(examples) - len(ready) - num_long:,} of {len(examples):,} trajectories are left out: all those of "
+              f"their task are equally good; {num_long:,} more are too long for the critic (--max-tokens "
+              f"{args.max_tokens})")
+    if not ready:
+        raise InputError(f"{args.trajectories}: no examples to train on: {counts}")
+    say(counts)
+    losses_of = functools.partial(grpo_losses, clip=args.clip, kl_coef=args.kl_coef)
+    note_prompt(args.out, trajectories)
+    policy.train_policy(load, tokenizer, ready, losses_of, job)
 
 
 if __name__ == "__main__":

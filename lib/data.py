@@ -3,7 +3,6 @@ import asyncio
 import collections
 import hashlib
 import itertools
-import pathlib
 
 from colbench import ColBenchError, domain_of, own, schema, task_id
 from colbench.schema import label, list_of, nullable, one_of, record, token_ids, whole
@@ -16,13 +15,13 @@ from lib.runtime import InputError, on_main, read_jsonl, say
 ENVIRONMENT_FLAGS = {"unsafe_scorer": False, "compat": False, "browser": None, "similarity": "clip", "clip_model": None}
 
 
-def environment(domain, images, rows_in, arguments, device="cpu"):
-    """The environment of a domain, which is given what it TAKES of a stage's `arguments` ({name: value}; it need not
+def environment(domain, images, rows_in, flags, device="cpu"):
+    """The environment of a domain, which is given what it TAKES of a stage's `flags` ({name: value}; it need not
     have all of ENVIRONMENT_FLAGS). InputError for a flag that is set and that it does not take."""
     takes = domain.Environment.TAKES
     options = {"images": images, "rows_in": rows_in, "device": device}
     for name, default in ENVIRONMENT_FLAGS.items():
-        options[name] = arguments.get(name, default)
+        options[name] = flags.get(name, default)
         is_set = options[name] not in (None, default)
         if is_set and name not in takes and name != "unsafe_scorer":
             raise InputError(f"--{name.replace('_', '-')} does nothing for a {domain.NOUN}; leave it out")
@@ -30,12 +29,11 @@ def environment(domain, images, rows_in, arguments, device="cpu"):
 
 
 @on_main
-def show_documents(domain, out, browser, documents):
+def show_documents(domain, output, documents):
     """What shows documents to a visual critic, on rank 0: {document: image file, None where it cannot be rendered}, by
-    an environment that each call opens. Says how many cannot be.
-    out: the stage's output. browser: --browser."""
-    options = {"browser": browser, "similarity": None}
-    with environment(domain, f"{out}.images", None, options) as browser:
+    an environment that each call opens. Says how many cannot be. output: the stage's (runtime.Output)."""
+    options = {**output.arguments, "similarity": None}
+    with environment(domain, f"{output.path}.images", None, options) as browser:
         files = asyncio.run(browser.show(documents))
     num_lost = list(files.values()).count(None)
     if num_lost:
@@ -155,22 +153,22 @@ def subset_of_tasks(trajectories, num_trajectories, seed):
     return subset
 
 
-def fill_rewards(trajectories, arguments):
+def fill_rewards(trajectories, output):
     """Give trajectories that have no "reward" (published ones may not) what their environment says.
-    arguments: the stage's, for environment(). InputError where they cannot be scored here."""
+    output: the stage's (runtime.Output). InputError where they cannot be scored here."""
     unscored = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
     if unscored:
-        for trajectory, verdict in zip(unscored, missing_verdicts(unscored, trajectories, arguments)):
+        for trajectory, verdict in zip(unscored, missing_verdicts(unscored, trajectories, output)):
             trajectory |= verdict
         say(f"computed {len(unscored):,} missing rewards")
 
 
 @on_main
-def missing_verdicts(unscored, trajectories, arguments):
+def missing_verdicts(unscored, trajectories, output):
     """What the environment says of the answers of `unscored`, which are some of the trajectories."""
-    domain, out = domain_of(unscored[0]["task"]), arguments["out"]
+    domain, out = domain_of(unscored[0]["task"]), output.path
     try:
-        with environment(domain, f"{out}.images", pathlib.Path(out).parent, arguments) as scorer:
+        with environment(domain, f"{out}.images", out.parent, output.arguments) as scorer:
             for key, value in scorer.about.items():
                 if any(t.get(key, value) != value for t in trajectories):
                     raise InputError(f'{len(unscored):,} dialogues have no "reward", and others have it by another '

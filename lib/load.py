@@ -407,11 +407,6 @@ class Sharding:
         return world_size > 1 or self.dtype != "float32" and not is_adapted
 
 
-def sharding_of(args):
-    """The Sharding that a stage's flags (flags.add_training) ask for."""
-    return Sharding(args.dtype, args.activation_checkpointing, args.seed, args.compile)
-
-
 def shard(scorer, run, sharding):
     """Make a module (scorer.Scorer) and its `model` ready for training: split, checkpointed and compiled as `sharding`
     says. Returns the module."""

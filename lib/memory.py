@@ -13,13 +13,11 @@ from lib.load import (
     add_adapter,
     checkpoint_layers,
     layers_of,
-    lora_config,
     meta_model,
     most_positions,
     projection_of,
     read_config,
     reads_images,
-    sharding_of,
 )
 from lib.runtime import InputError, one_line, say
 from lib.scorer import token_logps
@@ -165,20 +163,20 @@ def memory_plan(model, step):
     return plan
 
 
-def dry_run(args, batch_size, rows_an_example, is_tree=False):
-    """Print the memory plan (memory_plan) that a stage's --dry-run asks for."""
-    name, num_ranks = args.model, args.dry_run
-    lora = lora_config(name, args.lora, args.lora_targets, args.merge)
+def dry_run(job, num_ranks, lora, rows_an_example, is_tree=False):
+    """--dry-run: print the memory plan (memory_plan) of a training.Job on so many ranks. lora: None or a LoraConfig."""
+    name = job.model
     if reads_images(name):
         raise InputError(f"{name}: --dry-run knows models of text alone")
     config = read_config(name)
-    num_examples = min(args.micro_batch_size, math.ceil(batch_size / num_ranks))            # of a micro-batch
+    batch_size = job.schedule.batch_size
+    num_examples = min(job.schedule.micro_batch_size, math.ceil(batch_size / num_ranks))    # of a micro-batch
     num_rows = num_examples * rows_an_example
-    row_tokens = min(args.max_length, most_positions(config))
+    row_tokens = min(job.max_length, most_positions(config))
     accumulates = batch_size > num_examples * num_ranks
-    step = PlannedStep(num_ranks, sharding_of(args), num_rows, row_tokens, accumulates, is_tree, lora)
-    say(f"{name} on {num_ranks} ranks, {args.dtype}; at the peak of a step, on each rank a micro-batch of {num_rows} "
-        f"rows of {row_tokens:,} tokens (--max-length, or the model's most):")
+    step = PlannedStep(num_ranks, job.sharding, num_rows, row_tokens, accumulates, is_tree, lora)
+    say(f"{name} on {num_ranks} ranks, {job.sharding.dtype}; at the peak of a step, on each rank a micro-batch of "
+        f"{num_rows} rows of {row_tokens:,} tokens (--max-length, or the model's most):")
     try:
         model = planned_model(config, step)
         plan = memory_plan(model, step)

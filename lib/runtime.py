@@ -322,56 +322,118 @@ def read_args(out):
     return args
 
 
-def output_record(arguments, inputs):
-    """What args.json says of an output: the stage, its arguments, its inputs, versions."""
-    return {
-        "stage": pathlib.Path(sys.argv[0]).name,
-        "args": {key: value for key, value in sorted(arguments.items()) if key not in NO_INFLUENCE},
-        "inputs": {str(name): fingerprint(name) for name in inputs if name},
-        "versions": {"sweet-rl": VERSION, "python": sys.version.split()[0], "torch": str(torch.__version__),
-                     "transformers": importlib.metadata.version("transformers")},
-    }
+class Output:
+    """A file or a folder that a stage writes. args.json in it, or FILE.args.json, says what made it.
 
+    arguments   all flags of the stage, {name: value}
+    inputs      files, folders, names of models
+    folder      whether it is a folder"""
 
-def begun_files(out, folder):
-    """What is there of an output, but for its args.json."""
-    files = out.glob("*") if folder else (out, *partial_files(out))
-    return [path for path in files if path.exists() and not path.name.startswith("args.json")]
+    lock = None                     # the args.json of this process's output, open and locked until the process ends
 
+    def __init__(self, out, arguments, inputs, folder=False):
+        self.path = pathlib.Path(out)
+        self.arguments = arguments
+        self.inputs = [name for name in inputs if name]
+        self.folder = folder
 
-@on_main
-def is_done(arguments, out, inputs, folder=False):
-    """True if the same command (`arguments`: all flags of the stage; inputs: files, folders, names) already made this
-    output; InputError if another command did, unless arguments["overwrite"], or if an input lies in it. Writes nothing,
-    so that a stage can ask before it loads models."""
-    fingerprint.cache_clear()
-    out = pathlib.Path(out)
-    if out.exists() and out.is_dir() != folder:
-        raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
-    for name in inputs:
-        if name and os.path.exists(name) and pathlib.Path(name).resolve().is_relative_to(out.resolve()):
-            raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")
-    if not begun_files(out, folder):                                # nothing is lost, whoever began it
+    @on_main
+    def is_done(self):
+        """True if the same command already made this output; InputError if another command did, unless --overwrite, or
+        if an input lies in it. Writes nothing, so that a stage can ask before it loads models."""
+        fingerprint.cache_clear()
+        out = self.path
+        if out.exists() and out.is_dir() != self.folder:
+            raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
+        for name in self.inputs:
+            if os.path.exists(name) and pathlib.Path(name).resolve().is_relative_to(out.resolve()):
+                raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")
+        if not self.begun_files():                                   # nothing is lost, whoever began it
+            return False
+        before, now = read_args(out), self.record()
+        if before["stage"] != now["stage"]:
+            raise InputError(f"{out}: {before['stage']} made it; choose another --out, or remove it")
+        if self.arguments["overwrite"]:
+            return False
+        check_same_command(out, before, now)
+        if self.is_whole():
+            say(f"{out}: done already by the same command (after a change of code: --overwrite)")
+            return True
         return False
-    before, now = read_args(out), output_record(arguments, inputs)
-    if before["stage"] != now["stage"]:
-        raise InputError(f"{out}: {before['stage']} made it; choose another --out, or remove it")
-    if arguments["overwrite"]:
-        return False
-    check_same_command(out, before, now)
-    if is_whole(out, folder):
-        say(f"{out}: done already by the same command (after a change of code: --overwrite)")
-        return True
-    return False
 
+    @on_main
+    def begin(self):
+        """Keep arguments and versions in args.json, and other processes out until this one ends. What an interrupted
+        run of the same command left is kept; what another one made is removed (--overwrite)."""
+        path = args_path(self.path, self.folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Output.lock = None                                           # this process may begin it again
+        Output.lock = locked(path)
+        self.last_cost = time.perf_counter()
+        note = self.record()
+        if self.arguments["overwrite"] or not self.begun_files():
+            if self.folder:
+                (self.path / "COMPLETED").unlink(missing_ok=True)    # first: a kill in the loop leaves no whole output
+            for old in self.begun_files():
+                if old.is_dir():
+                    shutil.rmtree(old)
+                else:
+                    old.unlink()
+        elif self.is_whole():                                        # since is_done was asked
+            raise InputError(f"{self.path}: the same command has just made it")
+        else:
+            say(f"{self.path}: continues an interrupted run")
+            note = json.loads(path.read_text("utf-8"))               # with its costs
+        self.write_args({**note, "process": f"{os.getpid()} on {platform.node()}"})
 
-def is_whole(out, folder):
-    """Whether the stage that made an output has ended."""
-    return (out / "COMPLETED" if folder else out).exists()
+    def record(self):
+        """What args.json says: the stage, its arguments, its inputs, versions."""
+        return {
+            "stage": pathlib.Path(sys.argv[0]).name,
+            "args": {key: value for key, value in sorted(self.arguments.items()) if key not in NO_INFLUENCE},
+            "inputs": {str(name): fingerprint(name) for name in self.inputs},
+            "versions": {"sweet-rl": VERSION, "python": sys.version.split()[0], "torch": str(torch.__version__),
+                         "transformers": importlib.metadata.version("transformers")},
+        }
+
+    def begun_files(self):
+        """What is there of it, but for its args.json."""
+        files = self.path.glob("*") if self.folder else (self.path, *partial_files(self.path))
+        return [path for path in files if path.exists() and not path.name.startswith("args.json")]
+
+    def is_whole(self):
+        """Whether the stage that made it has ended."""
+        return (self.path / "COMPLETED" if self.folder else self.path).exists()
+
+    def kept_rows(self, name):
+        """The rows of a file in the folder that an interrupted run of the same command has finished; None: it has not.
+        To be asked before begin()."""
+        path = self.path / name
+        return read_rows(path) if path.exists() and not self.arguments["overwrite"] else None
+
+    def write_args(self, record):
+        """Write args.json, which is locked at every moment."""
+        path = args_path(self.path, self.folder)
+        partial = pathlib.Path(f"{path}.partial")
+        write_json(partial, record)
+        lock = locked(partial)
+        os.rename(partial, path)
+        Output.lock = lock                                           # this closes the replaced file, too
+
+    def add_costs(self, **numbers):
+        """Add numbers of this process ("trained_tokens", "generated_tokens"), and the seconds since begin() or the last
+        call, to "costs" in args.json; on rank 0."""
+        if is_main():
+            now = time.perf_counter()
+            record = json.loads(args_path(self.path, self.folder).read_text("utf-8"))
+            record["costs"] = Counter(record.get("costs"))
+            record["costs"].update(numbers, seconds=now - self.last_cost)
+            self.last_cost = now
+            self.write_args(record)
 
 
 def check_same_command(out, before, now):
-    """InputError where two output_records name other arguments or inputs. A server's address may have changed."""
+    """InputError where two records (Output) name other arguments or inputs. A server's address may have changed."""
     old, new = [json.loads(re.sub(r'https?:/[^#"]*', "", json.dumps(said))) for said in (before, now)]
     for part in ("args", "inputs"):
         for key in sorted({**old[part], **new[part]}.keys() - NO_INFLUENCE):
@@ -379,37 +441,6 @@ def check_same_command(out, before, now):
             if old_value != new_value:
                 raise InputError(f"{out}: made with another {key} ({old_value}, now {new_value}); choose another --out "
                                  "or add --overwrite")
-
-
-# What this process makes: "path", of its args.json; "lock", this file, locked; "last", when add_costs was called
-OUTPUT = {}
-
-
-@on_main
-def begin_output(arguments, out, inputs, folder=False):
-    """Keep the arguments and versions in `out`/args.json (or `out`.args.json), and other processes out until this one
-    ends. What an interrupted run of the same command left is kept; what another one made is removed
-    (arguments["overwrite"])."""
-    out = pathlib.Path(out)
-    path = args_path(out, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.clear()                                                  # this process may begin it again
-    OUTPUT.update(path=path, lock=locked(path), last=time.perf_counter())
-    note = output_record(arguments, inputs)
-    if arguments["overwrite"] or not begun_files(out, folder):
-        if folder:
-            (out / "COMPLETED").unlink(missing_ok=True)             # first: a kill in the loop leaves no whole output
-        for old in begun_files(out, folder):
-            if old.is_dir():
-                shutil.rmtree(old)
-            else:
-                old.unlink()
-    elif is_whole(out, folder):                                     # since is_done was asked
-        raise InputError(f"{out}: the same command has just made it")
-    else:
-        say(f"{out}: continues an interrupted run")
-        note = json.loads(path.read_text("utf-8"))                  # with its costs
-    write_args({**note, "process": f"{os.getpid()} on {platform.node()}"})
 
 
 def locked(path):
@@ -426,39 +457,19 @@ def locked(path):
         say(f"{path}: no lock here ({one_line(error)}): nothing keeps a second process from this output")
     if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
         return file
-    return locked(path)                                             # write_args has replaced the file meanwhile
-
-
-def write_args(record):
-    """Write the args.json of this process's output, which is locked at every moment."""
-    partial = pathlib.Path(f"{OUTPUT['path']}.partial")
-    write_json(partial, record)
-    lock = locked(partial)
-    os.rename(partial, OUTPUT["path"])
-    OUTPUT["lock"] = lock                                           # this closes the replaced file, too
-
-
-def add_costs(**numbers):
-    """Add numbers of this process ("trained_tokens", "generated_tokens"), and the seconds since begin_output or the
-    last call, to "costs" of its output's args.json; on rank 0."""
-    if is_main():
-        now = time.perf_counter()
-        record = json.loads(OUTPUT["path"].read_text("utf-8"))
-        record["costs"] = Counter(record.get("costs"))
-        record["costs"].update(numbers, seconds=now - OUTPUT["last"])
-        OUTPUT["last"] = now
-        write_args(record)
+    return locked(path)                                             # Output.write_args has replaced it meanwhile
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # --track PROJECT: what a stage logs goes to trackio, too, a tracker on this machine with the interface of wandb
 
-def open_track(project, out, config):
-    """A function log(step, **numbers): the curve of the output `out` in a project of trackio, on rank 0; each start of
-    a stage is a run of its own. Without a project it does nothing. config: the arguments of the stage, a dict."""
+def open_track(output):
+    """A function log(step, **numbers): the curve of an Output in the project --track of trackio, on rank 0; each start
+    of a stage is a run of its own. Without a project it does nothing."""
+    project = output.arguments["track"]
     if project is None or not is_main():
         return lambda step, **numbers: None
     import trackio
-    name = f"{out} {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    run = trackio.init(project=project, name=name, config=config)
+    name = f"{output.path} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    run = trackio.init(project=project, name=name, config=output.arguments)
     return lambda step, **numbers: run.log(numbers, step=step)

@@ -198,7 +198,7 @@ async def make_rows(rows, make_row, waiting, concurrency, progress):
 
 
 def add_rows(rows, items, make_row, concurrency, runtime, group=1, execute=asyncio.run):
-    """Make those rows of a file (RowFile) that it lacks, `concurrency` at a time on each rank: one that is made gives its
+    """Make the rows that a RowFile lacks, `concurrency` at a time on each rank: one that is made gives its
     place to the next. Returns why rows of any rank have failed, a line each, for finish_rows.
 
     items: what each row is made from.

@@ -115,12 +115,12 @@ def collate(items, device="cpu"):
     lengths = torch.zeros(len(items), most_actions)
     for r, row in enumerate(rows):
         is_action = action_ids[r] >= 0                                                      # (T,)
-        action_ids = action_ids[r, is_action]
-        counts = torch.bincount(action_ids, minlength=most_actions)                       # (M,)
+        numbers = action_ids[r, is_action]
+        counts = torch.bincount(numbers, minlength=most_actions)                       # (M,)
         lengths[item_index[r]] += counts
         if row.prompt_length is not None:                # a tree: its actions lie in the order of their numbers
             begins = row.prompt_length + counts.cumsum(0) - counts                        # (M,) where actions begin
-            positions[r, is_action] += row.prompt_length - begins[action_ids]
+            positions[r, is_action] += row.prompt_length - begins[numbers]
             previous[r, begins[counts > 0]] = row.prompt_length - 1
             positions[r, len(row.ids):] = 0              # padding of a row that is longer than the model has positions
     action_tokens = (action_ids >= 0).nonzero().t()       # here: a GPU would have to end all work before it knew N

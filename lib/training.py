@@ -7,26 +7,75 @@ import pathlib
 import re
 import shutil
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lib import runtime
-from lib.load import save_model, whole_tensor
-from lib.runtime import add_costs, barrier, InputError, is_main, open_track, say
-from lib.scorer import item_length
+from lib.load import save_model, Sharding, whole_tensor
+from lib.runtime import barrier, InputError, is_main, open_track, say
+from lib.scorer import item_length, load_scorer, Scorer
 
 
-def fitting_numbers(examples, max_length, path):
-    """The numbers of the examples whose rows all have at most `max_length` tokens; says how many have not. InputError,
-    which names the file `path`, where all are longer."""
-    numbers = [i for i, example in enumerate(examples) if longest_row(example) <= max_length]
-    num_long = len(examples) - len(numbers)
-    if not numbers:
-        raise InputError(f"{path}: no examples to train on: all {num_long:,} are longer than --max-length {max_length}")
-    if num_long:
-        say(f"dropped {num_long:,} of {len(examples):,} examples: longer than --max-length {max_length}")
-    return numbers
+class Schedule(NamedTuple):
+    """The optimizer steps of a run: flags of flags.add_training."""
+
+    batch_size: int                 # examples of a step, over all ranks
+    micro_batch_size: int           # examples of a pass
+    epochs: int
+    max_steps: int | None
+    lr: float
+    seed: int
+    save_every: int                 # steps
+
+
+class LossWeights(NamedTuple):
+    """The flags of eq. 2 and 4, and the arithmetic, which says how far apart equal rewards may be (EQUAL_MARGIN)."""
+
+    beta: float
+    nll_coef: float
+    dtype: str
+
+
+class Job:
+    """What 03, 04 and its forks have in common: the flags of flags.add_training by name, the ranks and the output.
+
+    run         runtime.start()
+    output      runtime.Output, a folder
+    path        of the trajectories, for errors
+    model       the name of the model that is trained
+    sharding    load.Sharding
+    max_length, max_tokens      tokens of an example, and of a pass without gradients"""
+
+    def __init__(self, flags, inputs):
+        """flags: all of the stage, {name: value}. inputs: what else the output depends on (Output)."""
+        self.run = runtime.start(flags["seed"])
+        self.output = runtime.Output(flags["out"], flags, [flags["trajectories"], flags["model"], *inputs], folder=True)
+        self.path = flags["trajectories"]
+        self.model = flags["model"]
+        self.schedule = Schedule(**{name: flags[name] for name in Schedule._fields})
+        self.loss_weights = LossWeights(**{name: flags[name] for name in LossWeights._fields})
+        self.sharding = Sharding(flags["dtype"], flags["activation_checkpointing"], flags["seed"], flags["compile"])
+        self.max_length = flags["max_length"]
+        self.max_tokens = flags["max_tokens"]
+        self.merge = flags["merge"]
+
+    def load(self, name, lora=None, kind=Scorer):
+        """A Scorer that is split over the ranks (load_scorer)."""
+        return load_scorer(name, self.run, self.sharding, lora, kind)
+
+    def fitting_numbers(self, examples):
+        """The numbers of the examples whose rows all have at most --max-length tokens; says how many have not.
+        InputError where all are longer."""
+        numbers = [i for i, example in enumerate(examples) if longest_row(example) <= self.max_length]
+        num_long = len(examples) - len(numbers)
+        if not numbers:
+            raise InputError(f"{self.path}: no examples to train on: all {num_long:,} are longer than --max-length "
+                             f"{self.max_length}")
+        if num_long:
+            say(f"dropped {num_long:,} of {len(examples):,} examples: longer than --max-length {self.max_length}")
+        return numbers
 
 
 def longest_row(example):
@@ -83,21 +132,21 @@ def learning_rate(step, num_steps, peak):
     return peak * (FINAL_LR_FRAC + (1 - FINAL_LR_FRAC) * cosine)
 
 
-def rank_batches(batch, examples, micro_batch_size, run):
+def rank_batches(batch, examples, job):
     """This rank's share of a batch of example numbers, in micro-batches: yields (numbers, weights (examples,)).
 
     Examples of like length go together, so that little is padded.
     All ranks make the same number of micro-batches, because they gather layers together: where a rank has fewer
     examples than others, the batch's shortest is a dummy example with weight 0; all others have weight 1."""
     batch = sorted(batch, key=lambda i: longest_row(examples[i]))
-    mine = batch[run.rank::run.world_size]
+    mine = batch[job.run.rank::job.run.world_size]
     weights = [1.0] * len(mine)
-    if len(mine) * run.world_size < len(batch):
+    if len(mine) * job.run.world_size < len(batch):
         mine.append(batch[0])
         weights.append(0.0)
-    for first in range(0, len(mine), micro_batch_size):
-        last = first + micro_batch_size
-        yield mine[first:last], torch.tensor(weights[first:last], device=run.device)
+    size = job.schedule.micro_batch_size
+    for first in range(0, len(mine), size):
+        yield mine[first:first + size], torch.tensor(weights[first:first + size], device=job.run.device)
 
 
 # Two rewards closer than this count as equal: rounding of up to 8e-7 and 3e-4 was seen
@@ -120,27 +169,29 @@ class Loop:
     that step alone: loss has its further terms in it, chosen and margin are rewards (beta times log-ratios).
 
         for step, batch_numbers in loop.steps():
-            for micro, weights in rank_batches(batch_numbers, …):
+            for micro, weights in rank_batches(batch_numbers, examples, job):
                 loop.backward({"loss": …}, weights / num_terms)     # num_terms: of the step, whose loss is a mean
             loop.update(step)
 
     has_dropout: False where the loss compares log-probabilities with a reference's, which are computed without."""
 
-    def __init__(self, scorer, examples, batch_size, args, run, has_dropout=True):
+    def __init__(self, scorer, examples, job, has_dropout=True):
         self.scorer = scorer
         self.has_dropout = has_dropout
         self.examples = examples
-        self.args = args
-        self.run = run
-        self.batches = epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
+        self.schedule = schedule = job.schedule
+        self.output = job.output
+        self.run = job.run
+        batches = epoch_batches(len(examples), schedule.batch_size, schedule.epochs, schedule.seed)
+        self.batches = batches[:schedule.max_steps]
         self.num_steps = len(self.batches)
-        say(f"{len(examples):,} examples, {self.num_steps:,} steps of at most {batch_size}")
-        self.optimizer = adamw(scorer, args.lr)
-        self.checkpoints = Checkpoints(args.out, scorer, self.optimizer)
+        say(f"{len(examples):,} examples, {self.num_steps:,} steps of at most {schedule.batch_size}")
+        self.optimizer = adamw(scorer, schedule.lr)
+        self.checkpoints = Checkpoints(self.output.path, scorer, self.optimizer)
         self.first_step = self.checkpoints.load()
-        self.metrics = pathlib.Path(args.out, "metrics.jsonl")
+        self.metrics = self.output.path / "metrics.jsonl"
         rows = cut_metrics(self.metrics, self.first_step)
-        self.track = open_track(args.track, args.out, vars(args))
+        self.track = open_track(self.output)
         self.seconds = rows[-1]["seconds"] if rows else 0
         self.last = time.perf_counter()
         self.tokens = 0                                             # trained on since the last saved state
@@ -150,7 +201,7 @@ class Loop:
         self.scorer.train(self.has_dropout)
         for step in range(self.first_step, self.num_steps):
             # for dropout: ranks draw different numbers, and a resumed run the same again
-            number = self.args.seed * self.num_steps + step
+            number = self.schedule.seed * self.num_steps + step
             torch.manual_seed(number * self.run.world_size + self.run.rank)
             self.sums = collections.Counter()
             yield step, self.batches[step]
@@ -177,19 +228,19 @@ class Loop:
         done = step + 1
         if not math.isfinite(numbers["loss"] + grad_norm):
             tasks = ", ".join({example.task_id for example in examples})
-            raise InputError(f"{self.args.out}: step {done} of {self.num_steps}: the loss is {numbers['loss']:g} and "
-                             f"the norm of its gradient {grad_norm:g}; no model is written: lower --lr or --beta, or "
-                             f"look at its tasks ({tasks})")
-        lr = learning_rate(step, self.num_steps, self.args.lr)
+            raise InputError(f"{self.output.path}: step {done} of {self.num_steps}: the loss is {numbers['loss']:g} "
+                             f"and the norm of its gradient {grad_norm:g}; no model is written: lower --lr or --beta, "
+                             f"or look at its tasks ({tasks})")
+        lr = learning_rate(step, self.num_steps, self.schedule.lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         numbers |= {"lr": lr, "gnorm": grad_norm}
         self.log(done, sum(map(num_tokens, examples)), numbers)
-        if done % self.args.save_every == 0 or done == self.num_steps:
+        if done % self.schedule.save_every == 0 or done == self.num_steps:
             self.checkpoints.save(done)
-            add_costs(trained_tokens=self.tokens)
+            self.output.add_costs(trained_tokens=self.tokens)
             self.tokens = 0
 
     def log(self, step, num_tokens, numbers):
@@ -292,11 +343,11 @@ def adamw(scorer, lr):
     return torch.optim.AdamW(trained, lr=lr, betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def finish_training(out, scorer, tokenizer, merge):
-    """Write the trained model (and a critic's head beside it) into the folder `out`, mark the folder as complete, and
-    remove what only a resumed run needs. merge: write a whole model in place of an adapter."""
-    folder = pathlib.Path(out)
-    save_model(folder, scorer.model, tokenizer, merge)
+def finish_training(job, scorer, tokenizer):
+    """Write the trained model (and a critic's head beside it) into the output, mark the folder as complete, and remove
+    what only a resumed run needs."""
+    folder = job.output.path
+    save_model(folder, scorer.model, tokenizer, job.merge)
     head = getattr(scorer, "head", None)
     if head is not None:
         # not as safetensors: what serves the folder as a plain model would take it for a part of the model
@@ -310,4 +361,4 @@ def finish_training(out, scorer, tokenizer, merge):
         (folder / "ref.pt").unlink(missing_ok=True)
         say(f"writes {folder}")
     barrier()
-    add_costs()
+    job.output.add_costs()

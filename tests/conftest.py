@@ -169,7 +169,7 @@ def call(program, *arguments):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             module.main([str(argument) for argument in arguments])
     finally:
-        runtime.OUTPUT.clear()                                       # as its end does: the output is locked no more
+        runtime.Output.lock = None                                   # as its end does: the output is locked no more
     return printed.getvalue()
 
 
@@ -277,6 +277,16 @@ def policy_flags(workspace, method, out, *more):
     """Flags of 04 for two steps from the shipped base model; the last of a flag given twice counts."""
     return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", BASE,
             "--lr", 1e-4, "--max-steps", 2, "--out", out, *more]
+
+
+def job_of(out, run=None, **flags):
+    """The training.Job of 03 with an output and flags by name, trajectories "FILE" and --model models/tiny.
+    run: a Runtime in place of its own."""
+    from lib.training import Job
+    words = ["--trajectories", "FILE", "--model", str(BASE), "--out", str(out)]
+    job = Job({**vars(stage(3).parse_args(words)), **flags}, [])
+    job.run = run or job.run
+    return job
 
 
 def critic_note(score):

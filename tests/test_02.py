@@ -1,5 +1,4 @@
 """02_rollout.py: the protocol, resume after a kill, ranks, both simulators, bad input."""
-import argparse
 import asyncio
 import copy
 import json
@@ -48,12 +47,10 @@ def test_trajectories_follow_the_protocol(workspace, tiny):
     assert {row["reward"] == 1 for row in rows} == {True, False}
 
 
-def parsed(*more):
-    return rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", *map(str, more)])
-
-
-def players(**samplers):
-    return rollout.Players(backend.Environment(), **samplers)
+def players(*flags, **samplers):
+    args = vars(rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", *map(str, flags)]))
+    settings = rollout.Settings(**{name: args[name] for name in rollout.Settings._fields})
+    return rollout.Players(settings, backend.Environment(), **samplers)
 
 
 def says(say, prompt=None):
@@ -79,15 +76,16 @@ def test_a_simulator_that_thinks_to_the_end_is_no_silent_one():
     async def thinks(*_):
         return [Reply("<think>They ask", False, [1], 0, 0, None)]
     simulator.sample = thinks
-    both = players(agent=says(lambda *_: ["hm?"]), simulator=simulator)
+    both = players("--simulator-max-new-tokens", 9, agent=says(lambda *_: ["hm?"]), simulator=simulator)
     with pytest.raises(ReplyError, match="still thinks after --simulator-max-new-tokens"):
-        asyncio.run(rollout.roll_out(first_dialogue(TASK), both, parsed("--simulator-max-new-tokens", 9)))
+        asyncio.run(rollout.roll_out(first_dialogue(TASK), both))
 
 
 def test_long_replies_are_cut_leaks_are_noted_and_the_last_turn_is_the_answer():
     dialogue, reply = first_dialogue(TASK), "def secret(): " + "y" * 500
-    both = players(agent=says(lambda *_: ["hm?"]), simulator=says(lambda *_: [reply]))
-    asyncio.run(rollout.roll_out(dialogue, both, parsed("--max-rounds", 3, "--simulator-max-new-tokens", 9)))
+    both = players("--max-rounds", 3, "--simulator-max-new-tokens", 9, agent=says(lambda *_: ["hm?"]),
+                   simulator=says(lambda *_: [reply]))
+    asyncio.run(rollout.roll_out(dialogue, both))
     assert [turn["content"] for turn in dialogue.history] == ["?", "hm?", reply[:400], "hm?", reply[:400], "hm?"]
     assert dialogue.answer == "hm?" and dialogue.history[2]["output"] == reply
     assert dialogue.history[2]["leak"] == "signature"
@@ -174,7 +172,7 @@ def test_killed_on_one_rank_and_resumed_on_two_equals_uninterrupted_on_one(works
 def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny, monkeypatch):
     """With a critic that prefers long messages, the messages get longer with N; candidates are nested in N."""
     engine = Engine(tiny[0], stop_ids(*tiny), 64, 10 ** 5)
-    agent, tasks, seen = players(agent=Sampler(*tiny, engine)), read(workspace / "tasks.jsonl")[:6], {}
+    tasks, seen = read(workspace / "tasks.jsonl")[:6], {}
 
     async def longest(dialogue, replies, *_):
         seen[dialogue.task["task_id"]] = [reply.ids for reply in replies]
@@ -182,8 +180,8 @@ def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny, monkeypatch):
     monkeypatch.setattr(rollout, "critic_choice", longest)
 
     async def next_turns(*flags):
-        args = parsed("--max-new-tokens", 40, *flags)
-        return await asyncio.gather(*(rollout.agent_turn(first_dialogue(task), agent, args) for task in tasks))
+        agent = players("--max-new-tokens", 40, *flags, agent=Sampler(*tiny, engine))
+        return await asyncio.gather(*(rollout.agent_turn(first_dialogue(task), agent) for task in tasks))
     best = asyncio.run(next_turns("--best-of", 4, "--critic", "c"))
     names = [task["task_id"] for task in tasks]
     assert [len(turn["output_ids"]) for turn in best] == [max(map(len, seen[name])) for name in names]
@@ -233,8 +231,8 @@ def test_the_judge_compares_in_both_orders_and_is_not_shown_thoughts(replies, ch
         assert "def secret" in text and not re.search("plan [01]", text)
         return [replies[text.index("What 0?") > text.index("What 1?")]]
     agent = says(lambda _, n: [f"plan {number}</think>What {number}?" for number in range(n)], "prompt<think>")
-    both = players(agent=agent, judge=says(judged))
-    turn = asyncio.run(rollout.agent_turn(first_dialogue(TASK), both, parsed("--best-of", 2, "--critic", "judge:x")))
+    both = players("--best-of", 2, "--critic", "judge:x", agent=agent, judge=says(judged))
+    turn = asyncio.run(rollout.agent_turn(first_dialogue(TASK), both))
     said = f"plan {chosen}</think>What {chosen}?"
     assert (turn["content"], turn["output"], turn["output_ids"]) == (f"What {chosen}?", said, [chosen])
     assert both.verdicts == {counted: 1}
@@ -245,7 +243,7 @@ def test_dialogues_of_one_task_id_are_numbered_through():
     assert [(dialogue.task["task_id"], dialogue.sample) for dialogue in dialogues] == [
         ("a", 0), ("a", 1), ("b", 0), ("b", 1), ("a", 2), ("a", 3)]
     assert rollout.random_key(dialogues[4], 7, "agent") == (7, "a", 2, 1, "agent")
-    assert parsed("--single-turn").max_rounds == 1
+    assert players("--single-turn").settings.max_rounds == 1
 
 
 def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace, tmp_path, monkeypatch):
@@ -314,11 +312,11 @@ def test_a_branch_keeps_which_turns_are_of_the_environment():
 
 def test_a_candidate_of_a_branch_is_one_message_after_a_kill(workspace):
     """A server would say something else each time."""
-    args = argparse.Namespace(seed=0, branch=2, branch_candidates=3, samples=4, max_rounds=8, tasks="t")
-    dialogues = rollout.branched_dialogues(read_trajectories(workspace / "offline.jsonl")[:3], None, args)
+    both, trajectories = players("--max-rounds", 8), read_trajectories(workspace / "offline.jsonl")[:3]
+    dialogues = rollout.branched_dialogues(trajectories, None, rollout.Branches(2, 3, 4), both.settings, "t")
     names = [(dialogue.task["task_id"], dialogue.random_name) for dialogue in dialogues]
     assert names[::4] == names[1::4] == names[3::4] and len(set(names)) == 6     # a group of continuations each
-    dialogue, both, said = dialogues[5], players(), {"role": "assistant", "content": "said before the kill"}
+    dialogue, said = dialogues[5], {"role": "assistant", "content": "said before the kill"}
     both.first_turns[names[5]] = said
-    asyncio.run(rollout.add_first_turn(dialogue, both, args))
+    asyncio.run(rollout.add_first_turn(dialogue, both))
     assert dialogue.history[-1] == said and len(dialogue.history) == dialogue.branch["branch"]["turn"] + 1

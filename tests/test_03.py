@@ -2,6 +2,7 @@
 without training. (A killed run goes on: test_elastic.py.)"""
 import collections
 import copy
+import functools
 import json
 import math
 import re
@@ -208,20 +209,20 @@ def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny)
 
 def test_presets_set_table_5_and_explicit_flags_win(capsys):
     for preset, more, epochs, score, nll_coef, normalize in (
-            ("paper-backend", [], 4, "lm", 0.01, "turn"), ("paper-frontend", [], 8, "regression", 0, "none"),
+            ("paper-backend", [], 4, "logratio", 0.01, "turn"), ("paper-frontend", [], 8, "regression", 0, "none"),
             ("paper-frontend", ["--epochs", "2"], 2, "regression", 0, "none"),
-            ("released-backend", [], 4, "lm", 0, "trajectory")):
+            ("released-backend", [], 4, "logratio", 0, "trajectory")):
         args = critic_stage.parse_args([*REQUIRED, "--preset", preset, *more])
         assert (args.epochs, args.score, args.nll_coef, args.normalize) == (epochs, score, nll_coef, normalize)
         assert (args.lr, args.beta, args.batch_size) == (2e-7, 0.1, 8)
     assert (training.WARMUP_FRAC, training.FINAL_LR_FRAC, training.ADAM_BETAS) == (0.03, 0.1, (0.9, 0.95))
     assert (training.WEIGHT_DECAY, training.MAX_GRAD_NORM) == (0.0, 1.0)
-    for words, epochs, of_method in ((["sweet", "--critic", "c"], None, (1, 8)), (["mtdpo"], 8, (4, 8)),
-                                     (["rft"], 8, (4, 32))):
-        args = stage(4).parse_args([*REQUIRED, "--preset", "paper-frontend", "--method", *words])
-        assert (args.epochs, args.batch_size, args.lr, args.beta) == (epochs, None, 2e-7, 0.1)
-        method = stage(4).METHODS[args.method]                       # its numbers count where no flag is given
-        assert (method.epochs, method.batch_size) == of_method
+    for words, preset, expected in (
+            (["sweet", "--critic", "c"], "paper-frontend", (1, 8)), (["mtdpo"], "paper-frontend", (8, 8)),
+            (["rft"], "paper-frontend", (8, 32)), (["mtdpo"], "paper-backend", (4, 8)),
+            (["rft", "--epochs", "2"], "paper-backend", (2, 32))):
+        args = stage(4).parse_args([*REQUIRED, "--preset", preset, "--method", *words])
+        assert (args.epochs, args.batch_size) == expected and (args.lr, args.beta) == (2e-7, 0.1)
     assert (backend.MIN_RETURN_GAP, frontend.MIN_RETURN_GAP) == (None, 0.1)       # table 5's gap of pages
     with pytest.raises(SystemExit):
         critic_stage.parse_args(["--preset", "paper-frontend", "--help"])
@@ -238,8 +239,8 @@ def test_whether_a_task_is_held_out_by_hand(fraction, held_out):
 @pytest.mark.parametrize("score", ["logratio", "value"])
 def test_held_out_pairs_share_no_task_with_the_others(workspace, score):
     trajectories = read(workspace / "offline.jsonl")
-    args = critic_stage.parse_args([*REQUIRED, "--held-out-frac", "0.3", "--score", score])
-    groups, held_out_pairs = critic_stage.split_groups(trajectories, args)
+    split = functools.partial(critic_stage.split_groups, needs_pairs=score != "value", held_out_frac=0.3, path="t")
+    groups, held_out_pairs = split(trajectories)
     trained = {trajectories[number]["task_id"] for group in groups for number in group}
     held_out = {trajectories[number]["task_id"] for pair in held_out_pairs for number in pair}
     for tasks, is_held_out in ((trained, False), (held_out, True)):
@@ -249,7 +250,7 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace, score):
     if score == "value":                                              # every dialogue of the other tasks, one by one
         assert groups == [(number,) for number, trajectory in enumerate(trajectories)
                           if not critic_stage.is_held_out(trajectory["task_id"], 0.3)]
-        assert set(held_out_pairs) < set(pairs) and critic_stage.split_groups(first, args)[1] == []
+        assert set(held_out_pairs) < set(pairs) and split(first)[1] == []
     else:
         assert sorted(groups + held_out_pairs) == sorted(pairs)      # no pair is lost
 

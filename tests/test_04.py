@@ -1,5 +1,4 @@
 """04_train_policy.py: golden losses, what is chosen, step-0 invariants, phases, lengths, bad input."""
-import argparse
 import collections
 import json
 import math
@@ -14,10 +13,23 @@ import torch
 import common
 from colbench import backend
 from compare import token_logps_after
-from conftest import BASE, call, dies, FUNCTION, load_untrained, Partial, policy_flags, read, refused, stage, write
+from conftest import (
+    BASE,
+    call,
+    dies,
+    FUNCTION,
+    job_of,
+    load_untrained,
+    Partial,
+    policy_flags,
+    read,
+    refused,
+    stage,
+    write,
+)
 from lib import training
 from lib.data import read_trajectories
-from lib.runtime import InputError, Runtime, start
+from lib.runtime import InputError
 from lib.scorer import batch_pairs, collate, items_of, Sequence, without_trees
 from lib.seeds import uniforms
 from lib.tokens import agent_turns, encode
@@ -37,11 +49,6 @@ def sweet(workspace, critic, tmp_path_factory):
     words = flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
                   "--max-new-tokens", 80, "--nll-coef", 0, "--reference-sees-c", "no")
     return out, call(4, *words), words
-
-
-def test_an_untrained_critic_is_no_file():
-    given = types.SimpleNamespace(trajectories="t", model="m", candidates=None, sampler=None, critic="untrained")
-    assert policy_stage.inputs_of(given) == ["t", "m", None, None]
 
 
 # --- losses by hand
@@ -100,8 +107,7 @@ def test_equal_advantages_make_no_pair_and_change_no_other(tiny, tmp_path, capsy
     for ground_truth, numbers in (("x", row["advantages"]), ("", [0.0] * 10)):
         task = {**FUNCTION, "ground_truth": ground_truth}
         rows.append({**row, "task_id": "a", "sample": 0, "turn": 0, "prompt": "?", "task": task, "advantages": numbers})
-    args = argparse.Namespace(seed=3, pairs_per_turn=50, out=tmp_path, max_length=9, trajectories="FILE")
-    pairs = policy_stage.pairs_of(rows, tiny[1], args, Runtime(0, 1, "cpu"))
+    pairs = policy_stage.pairs_of(rows, tiny[1], 50, job_of(tmp_path, seed=3, max_length=9))
     assert {pair["chosen"]["advantage"] for pair in pairs} == {3, 2, 1}
     said = capsys.readouterr().out
     assert "2 candidates stopped by --max-new-tokens were left out\n" in said
@@ -126,13 +132,13 @@ def test_pairs_are_drawn_from_one_stream_and_the_longer_action_counts(tiny, tmp_
     candidates, drawn = [{"ids": [5] * length, "ended": True} for length in (1, 2, 3)], []
     row = {"task_id": "a", "sample": 0, "turn": 0, "prompt": "?", "task": FUNCTION, "candidates": candidates,
            "advantages": [2, 1, 0]}
-    args = argparse.Namespace(seed=3, pairs_per_turn=1, out=tmp_path, max_length=len(encode(tiny[1], "?")) + 2)
+    job = job_of(tmp_path, seed=3, max_length=len(encode(tiny[1], "?")) + 2)
     wanted = iter([[(0, 1)], [(0, 2), (1, 0)], [(2, 0)]])
 
     def choose(row, number, rng):
         drawn.append(rng.random())
         return next(wanted)
-    pairs = policy_stage.pairs_of([row] * 3, tiny[1], args, Runtime(0, 1, "cpu"), choose)
+    pairs = policy_stage.pairs_of([row] * 3, tiny[1], 1, job, choose)
     rng = random.Random(3)
     assert drawn == [rng.random() for _ in range(3)]
     assert [(len(pair["chosen"]["ids"]), len(pair["rejected"]["ids"])) for pair in pairs] == [(1, 2), (2, 1)]
@@ -142,9 +148,7 @@ def test_pairs_are_drawn_from_one_stream_and_the_longer_action_counts(tiny, tmp_
 
 def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
     trajectories = read_trajectories(workspace / "offline.jsonl")
-    args = types.SimpleNamespace(data_frac=0.1, seed=0, model=str(BASE), max_new_tokens=8, trajectories="FILE")
-    critic = common.untrained_critic(str(BASE))
-    states = policy_stage.read_states(trajectories, tiny[1], critic, args)
+    states = policy_stage.read_states(trajectories, tiny[1], data_frac=0.1, seed=0)
     chosen = {(state["task_id"], state["sample"]) for state in states}
     assert len(chosen) == 7
     assert chosen != {(t["task_id"], t["sample"]) for t in trajectories[:7]}              # not the head of the file
@@ -152,8 +156,8 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
                 for number, turn in enumerate(t["dialogue_history"][1::2])]
     assert [(state["task_id"], state["turn"], state["prompt"]) for state in states] == expected
     assert [len(state["history"]) for state in states] == [1 + 2 * state["turn"] for state in states]
-    args.data_frac, runs = 1, [{**trajectories[0], "run": run} for run in (0, 1)]         # as 05 joins them
-    names = [policy_stage.name_of(state) for state in policy_stage.read_states(runs, tiny[1], critic, args)]
+    runs = [{**trajectories[0], "run": run} for run in (0, 1)]       # as 05 joins them
+    names = [policy_stage.name_of(state) for state in policy_stage.read_states(runs, tiny[1], 1, 0)]
     assert len(set(names)) == len(names) == 2 * trajectories[0]["num_rounds"]
 
 
@@ -192,12 +196,13 @@ def test_candidates_of_another_run_answer_to_the_tasks_of_this_one(sweet, tmp_pa
     path, rows = sweet[0] / "candidates.jsonl", read(sweet[0] / "candidates.jsonl")
     corrected = {"ground_truth": "def corrected(): return 1"}
     states = [{**row, "task": {**row["task"], **corrected}, "candidates": None} for row in rows]
-    found = policy_stage.read_candidates(path, states, 8)
+    sampling = policy_stage.Sampling(8, 1.0, 80, 0, 256)
+    found = policy_stage.find_candidates(path, states, sampling, None)
     assert [row["task"] for row in found] == [state["task"] for state in states]
     assert [row["candidates"] for row in found] == [row["candidates"] for row in rows]
     for others, number in ((states[1:], 8), (states, 7), ([{**states[0], "prompt": "x"}, *states[1:]], 8)):
         with pytest.raises(InputError, match="candidates.jsonl: made from other turns or prompts"):
-            policy_stage.read_candidates(path, others, number)
+            policy_stage.find_candidates(path, others, sampling._replace(num_candidates=number), None)
     path = write(tmp_path / "candidates.jsonl", [{**row, "sample": None} for row in rows])
     line = refused(4, *sweet[2], "--candidates", path, "--overwrite")
     assert line.startswith(f'{path}:1: "sample" is') and (sweet[0] / "COMPLETED").exists()      # nothing is replaced
@@ -214,10 +219,8 @@ def test_candidates_are_scored_without_their_thoughts():
 def test_scoring_that_was_killed_resumes_to_the_same_file(tmp_path, monkeypatch):
     """In blocks of 2 rows: the second one has been written but for the end of its last line."""
     monkeypatch.setattr(policy_stage, "SCORED_TOGETHER", 2)
-    monkeypatch.setattr(policy_stage, "add_costs", lambda: None)
-    args = argparse.Namespace(out=tmp_path, max_tokens=9, dtype="float32", activation_checkpointing=False, seed=0,
-                              compile=False)
-    one_rank, rows, done = start(0), [{"x": x} for x in (1, 2, 3, 4, 5)], []
+    job, rows, done = job_of(tmp_path), [{"x": x} for x in (1, 2, 3, 4, 5)], []
+    monkeypatch.setattr(job.output, "add_costs", lambda: None)
     critic = types.SimpleNamespace(load=lambda *_: None, free=lambda: None)
 
     def score(block, *_):
@@ -226,11 +229,11 @@ def test_scoring_that_was_killed_resumes_to_the_same_file(tmp_path, monkeypatch)
     worker = types.SimpleNamespace(score=score)
     out, partial = tmp_path / "scored.jsonl", Partial(tmp_path / "scored.jsonl")
     with dies(worker, "score", calls=2):
-        policy_stage.score_candidates(rows, critic, args, one_rank, worker.score)
+        policy_stage.score_candidates(rows, critic, job, worker.score)
     partial.write_bytes(partial.read_bytes()[:-3])                          # the last line was cut by the kill
     Partial(tmp_path / "scored.jsonl.x").write_text("0 {}\n")               # another output's
     assert not out.exists()
-    scored = policy_stage.score_candidates(rows, critic, args, one_rank, worker.score)
+    scored = policy_stage.score_candidates(rows, critic, job, worker.score)
     assert scored == read(out) == [{"x": x, "advantages": [10 * x]} for x in (1, 2, 3, 4, 5)]
     assert done == [[1, 2], [3, 4], [3, 4], [5]] and len(list(tmp_path.iterdir())) == 2
 
@@ -327,19 +330,21 @@ def test_what_does_not_fit_is_one_line(workspace, tmp_path, flag, number, messag
 
 # --- likelihoods
 
-def test_the_policy_reads_c_where_the_agent_that_it_imitates_did(workspace, data, tiny, monkeypatch):
+def test_the_policy_reads_c_where_the_agent_that_it_imitates_did(workspace, data, tiny, tmp_path, monkeypatch):
     for path, informed in ((workspace / "offline.jsonl", False), (data / "demos.jsonl", True)):       # as 02 has it
         assert {row["informed"] for row in read(path)} == {informed}
-    monkeypatch.setattr(policy_stage, "begin", lambda _: None)
-    rows = [row | {"informed": number % 2 == 1} for number, row in
-            enumerate(read_trajectories(workspace / "offline.jsonl", 24))]
+    path = write(tmp_path / "rows", [row | {"informed": number % 2 == 1} for number, row in
+                                     enumerate(read_trajectories(workspace / "offline.jsonl", 24))])
+    seen = {}
+    monkeypatch.setattr(policy_stage, "train_policy", lambda load, tokenizer, examples, *_, **__: seen.update(
+        examples=examples))
     for method in ("mtdpo", "rft", "sft"):
-        args = policy_stage.parse_args(["--method", method, "--trajectories", "t", "--model", "m", "--out", "o"])
-        examples = policy_stage.METHODS[method].make_examples(rows, tiny[1], args, None)
+        call(4, "--method", method, "--trajectories", path, "--model", BASE, "--out", tmp_path / method)
+        examples, rows = seen["examples"], read(path)
         items = items_of(examples)
-        seen = ["The function that this person needs" in tiny[1].decode(item[0].ids) for item in items]
+        has_c = ["The function that this person needs" in tiny[1].decode(item[0].ids) for item in items]
         imitated = [row["informed"] for row in rows if method == "sft" or row["reward"] == 1]
-        assert seen == (imitated if method != "mtdpo" else [False] * len(items))
+        assert has_c == (imitated if method != "mtdpo" else [False] * len(items))
         assert [example.pairs for example in examples] == [[((0, 0), (1, 0))] * (method == "mtdpo")] * len(examples)
 
 

@@ -267,8 +267,8 @@ def test_right_answers_are_a_further_term(runs, monkeypatch):
     lengths = torch.tensor([[3, 1], [4, 0], [2, 5], [2, 0]])
     monkeypatch.setattr(stage(4), "preference_losses", lambda *_: {"loss": torch.tensor([7.0, 8.0])})
     examples = [argparse.Namespace(pairs=[0] * num_pairs) for num_pairs in (4, 1)]               # once for each pair
-    batch, args = argparse.Namespace(lengths=lengths), argparse.Namespace(answer_coef=0.5)
-    losses = answers.answers_losses(lambda _: logps, batch, examples, None, args)
+    batch = argparse.Namespace(lengths=lengths)
+    losses = answers.answers_losses(lambda _: logps, batch, examples, None, None, answer_coef=0.5)
     assert losses["loss"].tolist() == [7 + 0.5 * 4 * 2, 8 + 0.5 * 0.5]
     first = read(runs["answers"][2] / "metrics.jsonl")[0]
     assert first["answer_nll"] > 0.001
@@ -279,8 +279,8 @@ def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny, ca
     """Answers that the last turn does not state, or that are too long, are left out."""
     tokenizer = tiny[1]
     wins = [row for row in read_trajectories(workspace / "offline.jsonl") if row["reward"] == 1]
-    args = argparse.Namespace(trajectories="t", max_length=10 ** 6)
-    items = answers.read_right_answers(wins, tokenizer, args)
+    job = argparse.Namespace(path="t", max_length=10 ** 6)
+    items = answers.read_right_answers(wins, tokenizer, job)
     assert len(items) == len(wins) > 10
     for trajectory, [row] in zip(wins, items):
         stated = [token for token, number in zip(row.ids, row.action_ids) if number == 0]
@@ -288,9 +288,9 @@ def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny, ca
         assert stated[-1] == tokenizer.eos_token_id                  # and that the answer ends
         assert backend.MARKER in tokenizer.decode(row.ids[:-len(stated)])
     wins[0]["answer"] = "not what the last turn says"
-    args.max_length = min(len(row.ids) for [row] in items[1:])
-    fitting = answers.read_right_answers(wins, tokenizer, args)
-    assert fitting == [item for item in items[1:] if len(item[0].ids) == args.max_length]
+    job.max_length = min(len(row.ids) for [row] in items[1:])
+    fitting = answers.read_right_answers(wins, tokenizer, job)
+    assert fitting == [item for item in items[1:] if len(item[0].ids) == job.max_length]
     assert f"{len(wins) - len(fitting)} more do not stand in the last turn, or are longer" in capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from conftest import BASE, call, dies, read, refused, ROOT, run, stage, succeed,
 from lib import runtime, training
 from lib.data import read_trajectories
 from lib.load import weights_fingerprint
-from lib.runtime import fingerprint, InputError, read_jsonl, RowFile
+from lib.runtime import fingerprint, InputError, Output, read_jsonl, RowFile
 
 
 def test_lines_of_a_file(tmp_path):
@@ -80,8 +80,9 @@ def test_packed_lines_are_read_everywhere(data, tmp_path):
 HOLDER = """
 import sys
 from lib import runtime
-runtime.begin_output({"overwrite": False}, sys.argv[1], [])
-runtime.add_costs(generated_tokens=1)                               # replaces args.json
+output = runtime.Output(sys.argv[1], {"overwrite": False}, [])
+output.begin()
+output.add_costs(generated_tokens=1)                                # replaces args.json
 print("holds", flush=True)
 sys.stdin.read()
 """
@@ -102,29 +103,30 @@ def test_an_output_is_made_by_one_process_at_a_time(data, tmp_path):
         holder.kill()
     assert "writes" in succeed(*words) and len(read(out)) == 12
     with pytest.raises(InputError, match="the same command has just made it"):
-        runtime.begin_output({"overwrite": False}, out, [])
+        Output(out, {"overwrite": False}, []).begin()
 
 
 def test_a_lock_holds_where_its_file_is_replaced_meanwhile(tmp_path, monkeypatch):
     """The other process notes its costs after this one has opened the file, and before it asks for the lock."""
-    runtime.begin_output({"overwrite": False}, tmp_path / "out", [])
+    output = Output(tmp_path / "out", {"overwrite": False}, [])
+    output.begin()
     flock = runtime.fcntl.flock
 
     def costs_first(file, how):
         monkeypatch.setattr(runtime.fcntl, "flock", flock)
-        runtime.add_costs()
+        output.add_costs()
         flock(file, how)
     monkeypatch.setattr(runtime.fcntl, "flock", costs_first)
     with pytest.raises(InputError, match="is making this output"):
         runtime.locked(tmp_path / "out.args.json")
-    runtime.OUTPUT.clear()
+    Output.lock = None
 
 
 def test_without_locks_a_stage_goes_on(tmp_path, monkeypatch, capsys):
     def refuse(file, how):
         raise OSError(38, "Function not implemented")
     monkeypatch.setattr(runtime.fcntl, "flock", refuse)
-    runtime.begin_output({"overwrite": False}, tmp_path / "out", [])
+    Output(tmp_path / "out", {"overwrite": False}, []).begin()
     assert "no lock here ([Errno 38] Function not implemented)" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.args.json").read_text())["inputs"] == {}
 

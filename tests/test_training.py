@@ -1,5 +1,4 @@
 """Training on many ranks: shards, files, states, killed runs, chunks of logits, equal batches; the schedule; memory."""
-import argparse
 import functools
 import itertools
 import json
@@ -22,7 +21,7 @@ import lib.load
 import lib.memory
 import lib.scorer
 from compare import assert_same_steps, furthest, greatest_difference, set_weights, weights
-from conftest import BASE, begin, begin_ranks, call, ended, policy_flags, read, succeed
+from conftest import BASE, begin, begin_ranks, call, ended, job_of, policy_flags, read, succeed
 from lib.fast import use_grouped_attention
 from lib.load import add_adapter, import_peft, load_model, Projection, save_model, Sharding
 from lib.memory import memory_plan, planned_model, PlannedStep
@@ -292,13 +291,13 @@ def test_learning_rate_by_hand():
 
 def test_steps_by_hand(tmp_path, monkeypatch):
     """AdamW without decay of weights; the first gradient is cut to norm 1; rates by the schedule, from the first."""
-    monkeypatch.setattr("lib.training.add_costs", lambda **_: None)
     scorer = torch.nn.Linear(2, 1, bias=False).double().eval()
     weight = torch.nn.init.constant_(scorer.weight, 1.0).detach().clone()
     example = common.Example([[Sequence([5], [0])]], [], "a")
-    args = argparse.Namespace(out=tmp_path, epochs=4, seed=0, max_steps=None, lr=0.1, save_every=9, track=None)
+    job = job_of(tmp_path, epochs=4, lr=0.1, save_every=9, batch_size=1)
+    monkeypatch.setattr(job.output, "add_costs", lambda **_: None)
     mean, square = torch.zeros(2, 1, 2, dtype=torch.float64)
-    loop, rates = Loop(scorer, [example], 1, args, start(0)), [0.1, 0.1, 0.0775, 0.0325]
+    loop, rates = Loop(scorer, [example], job), [0.1, 0.1, 0.0775, 0.0325]
     for step, _ in loop.steps():
         x = torch.tensor([3.0, 4.0] if step == 0 else [0.1, -0.2 * step], dtype=torch.float64)
         loop.backward({"loss": scorer(x)}, torch.ones(1))
@@ -313,11 +312,10 @@ def test_steps_by_hand(tmp_path, monkeypatch):
 
 def test_ranks_draw_different_numbers_for_dropout_and_a_resumed_run_the_same(tmp_path):
     example = common.Example([[Sequence([5], [0])]], [], "a")
-    args = argparse.Namespace(out=tmp_path, epochs=3, seed=0, max_steps=None, lr=0.1, save_every=9, track=None)
-    start(0)
 
     def numbers_of(rank):
-        loop = Loop(torch.nn.Linear(2, 1), [example], 1, args, Runtime(rank, 2, "cpu"))
+        job = job_of(tmp_path, Runtime(rank, 2, "cpu"), epochs=3, batch_size=1)
+        loop = Loop(torch.nn.Linear(2, 1), [example], job)
         return [torch.rand(1).item() for _ in loop.steps()]
     numbers = numbers_of(0) + numbers_of(1)
     assert len(set(numbers)) == 6 and numbers == numbers_of(0) + numbers_of(1)
@@ -346,7 +344,8 @@ def test_every_rank_makes_as_many_passes_over_the_same_batch():
         examples[i] = common.Example([[Sequence([0] * length, [0] * length) for length in lengths]], [], "a")
     for world_size, expected in ((1, [[[7, 9], [4, 1], [3]]]), (2, [[[7, 4], [3]], [[9, 1], [7]]]),
                                  (8, [[[7]], [[9]], [[4]], [[1]], [[3]], [[7]], [[7]], [[7]]])):
-        ranks = [list(rank_batches(batch, examples, 2, Runtime(rank, world_size, "cpu"))) for rank in range(world_size)]
+        jobs = [job_of("o", Runtime(rank, world_size, "cpu"), micro_batch_size=2) for rank in range(world_size)]
+        ranks = [list(rank_batches(batch, examples, job)) for job in jobs]
         assert [[examples for examples, _ in own] for own in ranks] == expected
         counted = [i for own in ranks for examples, weights in own for i, weight in zip(examples, weights.tolist())
                    if weight]

@@ -20,7 +20,7 @@ from compare import assert_same_steps
 from conftest import BASE, call, load_critic, read, refused, run, stage, succeed, turns, write
 from lib.data import show_documents
 from lib.load import load_tokenizer
-from lib.runtime import InputError
+from lib.runtime import InputError, Output
 from lib.scorer import action_outputs
 from lib.servers import visible_text
 from lib.vision import load_processor, load_vision, read_images, vision_reply, VisualCritic, VisualScorer
@@ -96,11 +96,11 @@ def test_an_adapter_of_a_model_that_sees_is_applied(vlm, tmp_path):
 @pytest.fixture(scope="module")
 def seeing(vlm, tmp_path_factory):
     """A critic with a head that is not 0. Each page is rendered once."""
-    out, files = tmp_path_factory.mktemp("images") / "x", {}
+    output, files = Output(tmp_path_factory.mktemp("images") / "x", {}, []), {}
 
     def show(documents):
         if not files.keys() >= set(documents):
-            files.update(show_documents(frontend, out, None, documents))
+            files.update(show_documents(frontend, output, documents))
         return files
     critic = VisualCritic(str(vlm), "regression", frontend, show)
     critic.scorer = VisualScorer(load_vision(str(vlm), "cpu")[0])
@@ -192,7 +192,7 @@ def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
 
 def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Browser, "render", mock.AsyncMock(return_value=Render(None, None, "fault")))
-    assert show_documents(frontend, tmp_path / "x", None, [WHITE, WHITE, RED]) == {WHITE: None, RED: None}
+    assert show_documents(frontend, Output(tmp_path / "x", {}, []), [WHITE, WHITE, RED]) == {WHITE: None, RED: None}
     assert "2 of 2 pages cannot be rendered: shown as black images" in capsys.readouterr().out
     pixels = read_images(seeing.processor, [None])["pixel_values"]
     assert pixels.shape[0] == 16 and pixels.reshape(16, 3, -1).std(-1).max() == 0
@@ -226,7 +226,7 @@ def test_it_begins_at_log_2_learns_and_loads(critic):
 
 
 def test_two_ranks_equal_one_and_values_and_adapters_can_be_trained(dialogues, vlm, seeing, tmp_path, monkeypatch):
-    monkeypatch.setattr("lib.data.show_documents", lambda domain, out, browser, documents: seeing.show(documents))
+    monkeypatch.setattr("lib.data.show_documents", lambda domain, output, documents: seeing.show(documents))
     call(3, *flags(dialogues, vlm, tmp_path / "one", "--epochs", 1))
     succeed("03_train_critic.py", *flags(dialogues, vlm, tmp_path / "two", "--epochs", 1), ranks=2)
     assert_same_steps(tmp_path / "two", tmp_path / "one")
@@ -258,7 +258,7 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
     async def choose(*texts):
         with frontend.Environment(tmp_path) as environment:
             reply, agent = types.SimpleNamespace(prompt="", ids=None), types.SimpleNamespace(tokenizer=None)
-            players = stage(2).Players(environment, agent, critic=critic[2])
+            players = stage(2).Players(None, environment, agent, critic=critic[2])
             dialogue = stage(2).Dialogue(TASK, 0, IDEA, None, 0)
             return await stage(2).critic_choice(dialogue, [reply] * len(texts), texts, players)
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
