@@ -380,7 +380,8 @@ def summary(path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-PRESETS = {name: {"dtype": "bfloat16"} for name in ("paper-backend", "paper-frontend", "released-backend")}
+PAPER = {"dtype": "bfloat16", "max_rounds": 10, "temperature": 1.0}
+PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend": PAPER}
 
 
 def parse_args(argv=None):

@@ -4,7 +4,7 @@ Reads   trajectories.jsonl (02) with rewards, a model.
 Writes  a critic folder: a model folder with critic.json and metrics.jsonl.
 
 A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c once, in a short text in
-front of the first message (common.HIDDEN_INFO):
+front of the first message (common.SOLUTION_TEXT):
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
 Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
@@ -175,11 +175,13 @@ def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-# What differs from the defaults: in the paper (its text and table 5), and in the published code (docs/reproduce.md)
-LARGE = {"dtype": "bfloat16", "activation_checkpointing": True}
-PRESETS = {"paper-backend": LARGE,
-           "paper-frontend": {**LARGE, "epochs": 8, "score": "regression"},
-           "released-backend": {**LARGE, "normalize": "trajectory", "nll_coef": 0.0, "held_out_frac": 0.03}}
+# The form of the paper (its text and table 5), and that of the published code (docs/reproduce.md)
+PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "epochs": 4, "batch_size": 8, "lr": 2e-7, "beta": 0.1,
+         "score": "logratio", "normalize": "turn", "nll_coef": 0.01, "critic_sees_c": True, "reference_sees_c": True,
+         "held_out_frac": 0.05}
+PRESETS = {"paper-backend": PAPER,
+           "paper-frontend": {**PAPER, "epochs": 8, "score": "regression"},
+           "published-backend": {**PAPER, "normalize": "trajectory", "nll_coef": 0.0, "held_out_frac": 0.03}}
 
 
 def parse_args(argv=None):

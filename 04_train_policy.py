@@ -429,9 +429,11 @@ def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
 EPOCHS = {"sweet": 1, "mtdpo": 4, "rft": 4, "sft": 4}
 BATCH_SIZE = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32}
 
-# What differs from the defaults: in the paper (its text and table 5), and in the published code (docs/reproduce.md)
-LARGE = {"dtype": "bfloat16", "activation_checkpointing": True}
-PRESETS = {"paper-backend": LARGE, "paper-frontend": LARGE, "released-backend": {**LARGE, "reference_sees_c": False}}
+# The form of the paper (its text and table 5), and that of the published code (docs/reproduce.md)
+PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "lr": 2e-7, "beta": 0.1, "nll_coef": 0.01,
+         "data_frac": 0.1, "num_candidates": 16, "pairs_per_turn": 4, "temperature": 1.0}
+PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend": PAPER}
+REFERENCE_SEES_C = {"paper-backend": True, "paper-frontend": True, "published-backend": False}        # in ranking
 
 
 def add_candidates(parser):
@@ -467,6 +469,8 @@ def parse_args(argv=None):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
         parser.error("--method sweet needs --critic: a folder, or untrained")
+    elif args.reference_sees_c is None:
+        args.reference_sees_c = REFERENCE_SEES_C.get(args.preset)
     if args.preset == "paper-frontend" and args.epochs is None and EPOCHS[args.method] == 4:
         args.epochs = 8
     args.epochs = args.epochs or EPOCHS[args.method]

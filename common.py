@@ -1,4 +1,6 @@
-"""From a dialogue to an advantage: its tokens, states and actions, pairs of trajectories, eq. 3, and critics."""
+"""From a dialogue to an advantage: its tokens, states and actions, pairs of trajectories, eq. 3, and critics.
+
+c is what a critic may know and the agent may not: the solution of the task."""
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import collections
 import hashlib
@@ -40,61 +42,61 @@ from lib.tokens import agent_turns, encode, generation_cue, LAST_ROUND, plain, p
 # ---------------------------------------------------------------------------------------------------------------------
 # tokens of a dialogue, and where c stands
 
-HIDDEN_INFO = "The {noun} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
+SOLUTION_TEXT = "The {noun} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
 
 
-def hidden_info(task):
+def solution_text(task):
     """The text that states c; empty for a task without one."""
     if not task["ground_truth"]:
         return ""
-    return HIDDEN_INFO.format(noun=domain_of(task).NOUN, ground_truth=task["ground_truth"])
+    return SOLUTION_TEXT.format(noun=domain_of(task).NOUN, ground_truth=task["ground_truth"])
 
 
 def vocabulary_text(trajectory):
     """All the text of a trajectory that a fresh tokenizer should know."""
     turns = [turn["content"] for turn in trajectory["dialogue_history"]]
-    return "\n".join([*turns, turns[0] + LAST_ROUND, hidden_info(trajectory["task"])])
+    return "\n".join([*turns, turns[0] + LAST_ROUND, solution_text(trajectory["task"])])
 
 
 def critic_prompt(tokenizer, prompt, task):
-    """A prompt (text) as a critic reads it: [BOS] + hidden_info(task) + prompt. c is in no message of the chat. The
-    beginning-of-sequence token stays in front of c, unless the template opens messages with it, as SmolLM2's does."""
+    """A prompt (text) as a critic reads it: [BOS] + solution_text(task) + prompt. c is in no message of the chat.
+    The beginning-of-sequence token stays in front, unless the template opens messages with it, as SmolLM2's does."""
     bos = tokenizer.bos_token or ""
     if not prompt.startswith(bos) or generation_cue(tokenizer).startswith(bos):
         bos = ""
-    return bos + plain(tokenizer, hidden_info(task)) + prompt[len(bos):]
+    return bos + plain(tokenizer, solution_text(task)) + prompt[len(bos):]
 
 
 def trajectory_sequences(tokenizer, turns, task=None):
-    """Rows of a trajectory from its agent_turns: one, in which only agent tokens have action_ids of 0 or more. With its
-    `task` c stands once, at the very front (critic_prompt).
+    """The item of a trajectory, a list of Sequences, from its agent_turns. Each turn of the agent is an action.
+    task: where it is given, c stands once, at the very front (critic_prompt).
 
-    For turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" it is one row:
+    For turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" it is one sequence:
         ids             <u> hi <a> who ? <e> <u> me <a> ok <e>
-        action_ids        -1 -1  -1   0 0   0  -1 -1  -1  1   1
+        action_ids      -1  -1 -1   0  0  0  -1 -1 -1   1   1
     The ids before an action are those of its whole prompt, as the agent read them. Where a prompt does not begin with
-    the ids of the row (a template that drops thoughts, an action that its text encodes otherwise), a new row begins."""
-    rows = []
+    the ids so far (a template drops thoughts, or encodes an action's text otherwise), a new sequence begins."""
+    sequences = []
     for number, (prompt, action) in enumerate(turns):
         if task is not None:
             prompt = critic_prompt(tokenizer, prompt, task)
         read = encode(tokenizer, prompt)
-        if not rows or read[:len(rows[-1].ids)] != rows[-1].ids:
-            rows.append(Sequence([], []))
-        row = rows[-1]
-        num_new = len(read) - len(row.ids)
-        row.ids.extend(read[len(row.ids):] + action)
-        row.action_ids.extend([-1] * num_new + [number] * len(action))
-    return rows
+        if not sequences or read[:len(sequences[-1].ids)] != sequences[-1].ids:
+            sequences.append(Sequence([], []))
+        ids, action_ids, _ = sequences[-1]
+        num_new = len(read) - len(ids)
+        ids.extend(read[len(ids):] + action)
+        action_ids.extend([-1] * num_new + [number] * len(action))
+    return sequences
 
 
 def as_one_action(item):
     """A trajectory's item with all agent tokens as action 0: multi-turn DPO compares whole dialogues."""
-    rows = []
-    for row in item:
-        numbers = [min(number, 0) for number in row.action_ids]
-        rows.append(row._replace(action_ids=numbers))
-    return rows
+    sequences = []
+    for sequence in item:
+        numbers = [min(number, 0) for number in sequence.action_ids]
+        sequences.append(sequence._replace(action_ids=numbers))
+    return sequences
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,11 +110,11 @@ State = namedtuple("State", "prompt task history actions texts")
 
 
 def actions_item(tokenizer, prompt, actions):
-    """The item of several actions (id lists) after one prompt (text): one row, a tree. Their numbers are 0, 1, …
+    """The item of several actions (id lists) after one prompt (text): one Sequence, a tree.
 
-    For prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" the row is
+    For prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" it is
         ids             <u> hi <a> who ? <e> ok <e>
-        action_ids        -1 -1  -1   0 0   0  1   1      prompt_length = 3"""
+        action_ids      -1  -1 -1   0  0  0  1   1       prompt_length = 3"""
     ids = list(encode(tokenizer, prompt))
     num_read = len(ids)
     action_ids = [-1] * num_read
@@ -126,8 +128,8 @@ def actions_item(tokenizer, prompt, actions):
 # trajectories: what training examples are made of, and pairs of them
 
 # What one training example is made of.
-# items    lists of rows: a trajectory (one row where the chat template only appends, else several), or actions of one
-#          state (one row, a tree)
+# items    lists of Sequences: a trajectory (one where the chat template only appends, else several), or actions of one
+#          state (one, a tree)
 # pairs    ((item, action), (item, action)) of chosen and rejected actions
 # task_id  the task of its first item: 03 holds out whole tasks by it
 #
@@ -446,7 +448,7 @@ def read_critic(folder, domain, reference_sees_c=None, show=None):
         say(f"{folder}: --reference-sees-c no does nothing for a critic with a head, or one that does not see c")
     trained_form = note.get("prompt_form")                           # older critics have none
     if trained_form and trained_form != prompt_form(critic, domain):
-        raise InputError(f"{folder}: was trained with another critic's prompt than this code makes (HIDDEN_INFO, "
+        raise InputError(f"{folder}: was trained with another critic's prompt than this code makes (SOLUTION_TEXT, "
                          "critic_prompt, the chat template); train it again, or score with the code that trained it")
     if is_adapter(folder):
         check_base(folder)

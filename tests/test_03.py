@@ -211,7 +211,7 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
     for preset, more, epochs, score, nll_coef, normalize in (
             ("paper-backend", [], 4, "logratio", 0.01, "turn"), ("paper-frontend", [], 8, "regression", 0, "none"),
             ("paper-frontend", ["--epochs", "2"], 2, "regression", 0, "none"),
-            ("released-backend", [], 4, "logratio", 0, "trajectory")):
+            ("published-backend", [], 4, "logratio", 0, "trajectory")):
         args = critic_stage.parse_args([*REQUIRED, "--preset", preset, *more])
         assert (args.epochs, args.score, args.nll_coef, args.normalize) == (epochs, score, nll_coef, normalize)
         assert (args.lr, args.beta, args.batch_size) == (2e-7, 0.1, 8)
@@ -347,10 +347,10 @@ def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, criti
               4: ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE],
               5: [f"a={workspace / 'offline.jsonl'}"]}
     sentence = "They need this {noun}.\n{ground_truth}\n"
-    line = f"{critic[0]}: was trained with another critic's prompt than this code makes (HIDDEN_INFO, "
+    line = f"{critic[0]}: was trained with another critic's prompt than this code makes (SOLUTION_TEXT, "
     assert common.read_critic(critic[0], backend)
     with monkeypatch.context() as patch:
-        patch.setattr(common, "HIDDEN_INFO", sentence)
+        patch.setattr(common, "SOLUTION_TEXT", sentence)
         for number, words in stages.items():
             assert refused(number, *words, "--critic", critic[0], "--out", tmp_path / "out").startswith(line)
         assert not (tmp_path / "out").exists()

@@ -179,8 +179,8 @@ def test_a_dialogue_is_what_the_file_says(path):
     chat = agent_chat(first, first["dialogue_history"][:3])
     assert [message["content"] for message in chat] == ["Be brief.", "the price of 0", "What is the fee?", "12"]
     assert common.trajectory_pairs([first, second], path) == [(0, 1)]
-    assert "the fee is 0" in common.hidden_info(first["task"])
-    assert common.hidden_info({**first["task"], "ground_truth": ""}) == ""
+    assert "the fee is 0" in common.solution_text(first["task"])
+    assert common.solution_text({**first["task"], "ground_truth": ""}) == ""
     [row] = read_trajectories(write(path, [{"messages": turns("a", "b"), "reward": 1}]))         # without a system's
     assert [message["role"] for message in agent_chat(row, row["dialogue_history"][:1])] == ["user"]
 

@@ -110,7 +110,7 @@ def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch):
     assert metrics["script"]["n"] == 80 and metrics["sweet"]["n"] == 20 and metrics["sweet"]["judge"] == "equality"
     assert metrics["script"]["success_rate"] == sum(row["reward"] for row in read(off)) / 80
     assert "Guess what I like" in (report / "report.html").read_text()
-    assert "The colour that this person needs" in stage(3).common.hidden_info(rows[0]["task"])
+    assert "The colour that this person needs" in stage(3).common.solution_text(rows[0]["task"])
 
 
 # --- a fork: one file, copied and changed

@@ -61,7 +61,7 @@ def test_turns_without_ids_are_what_the_template_writes_and_c_stands_before_all_
     tokenizer = tokenizer_of(name)
     turns = agent_turns(tokenizer, ROW)
     for prompt, _ in turns:
-        begin = BEGINS[name].replace("C", common.hidden_info(TASK))
+        begin = BEGINS[name].replace("C", common.solution_text(TASK))
         assert common.critic_prompt(tokenizer, prompt, TASK).startswith(begin)
         assert prompt.count("Help.") == 1
         if name in ("llama 3", "gemma", "mistral"):

@@ -112,7 +112,7 @@ def test_every_command_parses(name):
 
 
 def test_the_paper_s_rows_are_all_there_and_take_the_published_code_s_preset():
-    for name, arguments in commands_of(f"export PRESET=released-backend\n{PAPER}"):
+    for name, arguments in commands_of(f"export PRESET=published-backend\n{PAPER}"):
         check_command(name, arguments)
     last_three = [arguments for _, arguments in commands_of(PAPER)[-3:]]
     rows, points, sizes = ({word.split("=")[0] for word in words if "=" in word} for words in last_three)
