@@ -600,12 +600,19 @@ def check_base(folder):
     check_weights(folder, base_of(folder), known)
 
 
+def folder_config(folder):
+    """The peft configuration of an adapter folder; None of a whole model."""
+    if not is_adapter(folder):
+        return None
+    with loading(folder):
+        return import_peft().PeftConfig.from_pretrained(folder)
+
+
 def with_adapter(model, folder, dtype):
     """A base model with the adapter of a folder. In float32 it is merged; in bfloat16 it stays apart, as in training: a
     sum would round most of a small adapter away. InputError if the adapter is more than a change of weights."""
     peft = import_peft()
-    with loading(folder):
-        config = peft.PeftConfig.from_pretrained(folder)
+    config = folder_config(folder)
     try:
         base_config, adapter_config = copy.deepcopy([model.config, config])           # which a merge changes
         with torch.device("meta"):
@@ -617,13 +624,19 @@ def with_adapter(model, folder, dtype):
     with loading(folder):
         adapted = peft.PeftModel(model, config, autocast_adapter_dtype=False)
         found = adapted.load_adapter(folder, "default", torch_device="cpu", autocast_adapter_dtype=False)
-    if keys := [*found.missing_keys, *found.unexpected_keys]:
-        raise InputError(f"{folder}: its weights are not those that {ADAPTER_CONFIG} names ({', '.join(keys[:5])})")
+    check_names(folder, [*found.missing_keys, *found.unexpected_keys])
     if dtype != torch.float32:
         return adapted.base_model.model
     if (model.get_input_embeddings(), model.get_output_embeddings()) != (embeddings, output):
         output.weight = torch.nn.Parameter(output.weight.detach().clone())      # or a merge would change its twin, too
     return adapted.merge_and_unload()
+
+
+def check_names(folder, odd_names):
+    """InputError if an adapter's file lacks tensors that its configuration names, or holds others."""
+    if odd_names:
+        raise InputError(f"{folder}: its weights are not those that {ADAPTER_CONFIG} names "
+                         f"({', '.join(odd_names[:5])})")
 
 
 def lora_config(name, rank, targets, merge):
@@ -640,14 +653,6 @@ def lora_config(name, rank, targets, merge):
     with torch.device("meta"):
         add_adapter(meta_model(read_config(name)), config)
     return config
-
-
-def folder_config(folder):
-    """The LoraConfig of a folder that 03 or 04 made; None of a whole model."""
-    if not is_adapter(folder):
-        return None
-    with loading(folder):
-        return import_peft().LoraConfig.from_pretrained(folder)
 
 
 def add_adapter(model, config, dtype=torch.float32):
@@ -721,8 +726,7 @@ def load_adapter(model, folder):
     names = {peft_name(name): name for name in adapter_parameters(model)}
     with loading(folder):
         tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
-        if odd := sorted(tensors.keys() ^ names.keys()):
-            raise InputError(f"{folder}: its weights are not those that {ADAPTER_CONFIG} names ({', '.join(odd[:5])})")
+        check_names(folder, sorted(tensors.keys() ^ names.keys()))
         set_tensors(model, {names[key]: tensor for key, tensor in tensors.items()}, strict=False)
 
 
