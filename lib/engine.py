@@ -248,7 +248,8 @@ class Engine:
         which launches them at once from then on. If a model allows no capture, all steps are as usual."""
         on_device = self.inputs[:len(inputs)]
         on_device.copy_(inputs)
-        work, shape = functools.partial(self.sample, on_device, width), (len(inputs), width)
+        work = functools.partial(self.sample, on_device, width)
+        shape = len(inputs), width
         if not self.has_few_shapes or shape not in self.graphs:
             tokens = work()
             self.graphs[shape] = None
@@ -279,7 +280,7 @@ class Engine:
             request.future.set_result(request.outputs)
 
     def compact(self):
-        """The active slots by row. The last ones change places with idle ones before, so that at most a quarter of the
+        """The active slots by row. First the last ones change places with idle ones, so that at most a quarter of the
         rows up to the last active one are idle."""
         active = [slot for slot in self.slots if slot.request]
         idle = [slot for slot in self.slots if not slot.request]

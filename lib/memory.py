@@ -80,6 +80,11 @@ def fused_attention(module, query, key, value, mask, **options):
 PlannedStep = collections.namedtuple("PlannedStep", "world_size sharding num_rows row_tokens accumulates tree lora")
 
 
+def all_bytes(module):
+    """Bytes of the parameters."""
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
 def trained_bytes(module):
     """Bytes of the parameters that are trained, in float32."""
     return 4 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
@@ -89,14 +94,11 @@ def bytes_in_flight(model, step):
     """Bytes that FSDP2 holds besides the shards: whole parameters that are in no layer; those of a layer, with the flat
     buffer that they come from (one rank: those of all layers); a layer's whole gradients in float32."""
     layers = layers_of(model)
-    sizes = []
-    for module in (*layers, model):
-        sizes.append(sum(parameter.nbytes for parameter in module.parameters()))
-    *layer_sizes, model_size = sizes
+    layer_sizes = [all_bytes(layer) for layer in layers]
     gradients = max(map(trained_bytes, layers))
     if step.world_size == 1:
-        return model_size + gradients
-    return model_size - sum(layer_sizes) + 2 * max(layer_sizes) + gradients
+        return all_bytes(model) + gradients
+    return all_bytes(model) - sum(layer_sizes) + 2 * max(layer_sizes) + gradients
 
 
 def planned_model(config, step):
