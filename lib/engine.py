@@ -15,14 +15,14 @@ from lib.load import decoder_mask, most_positions, projection_of, sliding_window
 from lib.runtime import InputError, say
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
-MIN_ACTIVE_FRAC = 0.75          # of the rows that a decoding step computes
-# All but cuDNN's kernel: planning it takes .05 s for each new shape, and most prefill passes have a new one
+MIN_ACTIVE_FRAC = 0.75          # at least this part of the rows of a decoding step is active
+# All kernels but cuDNN's, which takes .05 s to plan for each new shape: most prefill passes have a new one
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def next_tokens(logits, uniforms, temperatures):
-    """The token (n,) of each row of logits (n, V) float32 that its uniform number in uniforms (n,) falls on (inverse
-    CDF), and at temperature 0 the likeliest. temperatures: (n,)."""
+    """A token for each row of logits (n, V) float32: the one that its number in uniforms (n,) falls on (inverse CDF),
+    or the likeliest if its temperature in temperatures (n,) is 0."""
     is_greedy = temperatures == 0
     temperatures = temperatures.masked_fill(is_greedy, 1)
     cdf = torch.softmax(logits / temperatures[:, None], -1).cumsum(-1)                                # (n, V)
@@ -34,13 +34,13 @@ def next_tokens(logits, uniforms, temperatures):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """The samples that are asked for of a prompt."""
+    """The samples that generate() is asked for."""
 
     prompt: list                # ids
-    uniforms: list              # of each sample its uniform numbers
+    uniforms: list              # a list for each sample
     temperature: float
     key: object                 # the dialogue, whose earlier requests may have left something in the cache
-    outputs: list               # of each sample its new ids
+    outputs: list               # the new ids of each sample
     future: asyncio.Future      # gets the outputs
 
 
@@ -56,22 +56,42 @@ class Slot:
     output: list | None = None  # new ids
     uniforms: list | None = None
 
+    def num_shared(self, request):
+        """How many of its ids begin a request's prompt; 0 if they are another dialogue's."""
+        if self.key != request.key:
+            return 0
+        return len(os.path.commonprefix([self.ids, request.prompt[:-1]]))
+
+    def num_missing(self):
+        """How many tokens of its prompt the row lacks, without the last one, which decoding reads."""
+        return len(self.request.prompt) - len(self.ids) - 1
+
+    def last_token(self):
+        """The last token of prompt and output, which the row lacks."""
+        return (self.output or self.request.prompt)[-1]
+
+    def step_input(self):
+        """A row of the inputs of Engine.step(). An idle slot's token is written behind what it keeps."""
+        if not self.request:
+            return 0, len(self.ids), 0.0, 0.0
+        return self.last_token(), len(self.ids), self.uniforms[len(self.output)], self.request.temperature
+
 
 class Engine:
     """Samples from a local model for many dialogues at once.
 
-    Requests come and go as coroutines. Rows leave and enter the batch at every token. What a dialogue's earlier turns
-    left in the cache is not computed again.
+    Requests come and go as coroutines. Rows leave and enter the batch at every token. Tokens of a dialogue's earlier
+    turns that are in the cache are not computed again.
 
         engine = Engine(model, stop_ids(model, tokenizer), slots=16, max_tokens=8192)
         [ids] = await engine.generate(prompt, uniforms, 1.0, key=dialogue)           # in each dialogue's coroutine
 
-    slots: samples in flight. The cache has a row for each, all as long as the longest dialogue needs.
-    max_tokens: the most that a prompt with its reply may have, and that a prefill pass computes.
-    num_ids: the first ids, which alone are sampled: the tokenizer's, where the model has logits for more.
+    slots       samples in flight; the cache has a row for each, all as long as the longest dialogue needs
+    max_tokens  the most that a prompt with its reply may have, and that a prefill pass computes
+    num_ids     only the first so many ids are sampled: the tokenizer's, if the model has logits for more
 
-    stats: tokens of prompts that were computed (prefill_tokens) or found in the cache (reused_tokens), tokens that
-    decoding computed and its steps (decode_tokens, decode_steps)."""
+    stats: tokens of prompts that were computed (prefill_tokens) or found in the cache (reused_tokens); tokens and steps
+    of decoding (decode_tokens, decode_steps)."""
 
     def __init__(self, model, stops, slots, max_tokens, num_ids=None):
         from transformers import Cache
@@ -103,9 +123,9 @@ class Engine:
     async def generate(self, prompt, uniforms, temperature, key=None):
         """Continuations of `prompt` (ids): N lists of new ids, the stop id included.
 
-        uniforms (N, max_new_tokens): of each sample a number in [0, 1) for each token that may be sampled.
+        uniforms (N, max_new_tokens): for each sample a number in [0, 1) for each token that may be sampled.
         temperature: at 0 the likeliest token is taken.
-        key: what earlier requests of the same key (the agent's side of a dialogue, say) left in the cache is used."""
+        key: a dialogue's agent, say; the tokens of its earlier requests that are in the cache are used again."""
         num_samples, max_new_tokens = uniforms.shape
         assert num_samples <= len(self.slots)
         assert len(prompt) + max_new_tokens <= self.max_tokens
@@ -125,7 +145,7 @@ class Engine:
                     await asyncio.sleep(0)
                 self.decode()
                 await asyncio.sleep(0)
-        except Exception as error:                              # out of memory, say: all who wait hear of it
+        except Exception as error:                              # out of memory, say: all who wait get it
             active = [slot.request for slot in self.slots if slot.request]
             for request in [*self.waiting, *active]:
                 if not request.future.done():
@@ -133,18 +153,18 @@ class Engine:
 
     def admit(self):
         """Give idle slots to waiting requests, first to those whose dialogue is in the cache, else as they came.
-        Returns the slots of each."""
+        Returns a list of slots for each."""
         idle = [slot for slot in self.slots if not slot.request]
         cached_keys = {slot.key for slot in idle}
         self.waiting.sort(key=lambda request: request.key not in cached_keys)
         admitted = []
         while self.waiting and len(self.waiting[0].outputs) <= len(idle):
             request = self.waiting.pop(0)
-            idle.sort(key=lambda slot: (-num_shared(slot, request), slot.kept_since, slot.row))
+            idle.sort(key=lambda slot: (-slot.num_shared(request), slot.kept_since, slot.row))
             slots = idle[:len(request.outputs)]
             idle = idle[len(request.outputs):]
             for slot, output, uniforms in zip(slots, request.outputs, request.uniforms):
-                slot.ids = slot.ids[:num_shared(slot, request)]
+                slot.ids = slot.ids[:slot.num_shared(request)]
                 slot.key = request.key
                 slot.kept_since = 0
                 slot.request = request
@@ -155,11 +175,11 @@ class Engine:
         return admitted
 
     def batches(self, admitted):
-        """Batches to prefill, [[slots of a request, …], …], each of prompts that lack about as many tokens."""
+        """Batches to prefill, [[slots of a request, …], …], of prompts that lack about as many tokens."""
         batches, lengths = [], []
-        by_length = sorted(admitted, key=lambda slots: num_missing(slots[0]))
+        by_length = sorted(admitted, key=lambda slots: slots[0].num_missing())
         for slots in by_length:
-            length = num_missing(slots[0])
+            length = slots[0].num_missing()
             lengths.append(length)
             num_padded = length * len(lengths)                                      # it is the longest so far
             limit = min(self.max_tokens, MAX_PADDING * sum(lengths))
@@ -171,9 +191,9 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, batch):
-        """Compute what the first slot of each request lacks of the prompt, but for the last token, which decode()
-        reads, and copy it to the other slots. Padding is written behind a slot's last token, where its next one will
-        be."""
+        """Compute the tokens of the prompt that the first slot of each request lacks, and copy them to its other slots.
+        The prompt's last token is left to decode(). Padding is written behind a slot's last token, where its next one
+        will be."""
         firsts = [slots[0] for slots in batch]
         missing = [slot.request.prompt[len(slot.ids):-1] for slot in firsts]
         if any(missing):
@@ -195,18 +215,18 @@ class Engine:
 
     @torch.no_grad()
     def decode(self):
-        """Sample a token in every active slot; those of samples that have ended become idle."""
+        """Sample a token in every active slot; slots of samples that have ended become idle."""
         active = self.compact()
         if not active:
             return
         num_rows = 1 + active[-1].row                           # idle ones among them are computed too, for nothing
         if self.has_few_shapes:
             num_rows = min(2 ** (num_rows - 1).bit_length(), len(self.slots))
-        inputs = [step_input(slot) for slot in self.slots[:num_rows]]
+        inputs = [slot.step_input() for slot in self.slots[:num_rows]]
         inputs = torch.tensor(inputs, dtype=torch.float64)                                            # (R, 4)
         tokens = self.step(inputs, self.read_width(inputs[:, 1].max())).tolist()
         for slot in active:
-            slot.ids.append(last_token(slot))
+            slot.ids.append(slot.last_token())
             slot.output.append(tokens[slot.row])
             if tokens[slot.row] in self.stops or len(slot.output) == len(slot.uniforms):
                 self.finish(slot)
@@ -221,14 +241,15 @@ class Engine:
     def step(self, inputs, width):
         """The next tokens (R,) of the first R rows of the cache, whose first `width` places are read.
 
-        inputs: (R, 4) of each row its last token, which the cache lacks; the position of this token; the uniform
+        inputs: (R, 4), for each row its last token, which the cache lacks; the position of this token; the uniform
         number and the temperature of the next one.
 
-        On a GPU a step of a shape is computed as usual the first time; the second time its kernels are captured as a
-        CUDA graph, by which it is launched at once from then on. Where none can be captured, steps are as usual."""
+        On a GPU the first step of a shape is computed as usual; at the second its kernels are captured as a CUDA graph,
+        which launches them at once from then on. If a model allows no capture, all steps are as usual."""
         on_device = self.inputs[:len(inputs)]
         on_device.copy_(inputs)
-        work, shape = functools.partial(self.sample, on_device, width), (len(inputs), width)
+        work = functools.partial(self.sample, on_device, width)
+        shape = len(inputs), width
         if not self.has_few_shapes or shape not in self.graphs:
             tokens = work()
             self.graphs[shape] = None
@@ -244,7 +265,7 @@ class Engine:
         return self.graphs[shape].replay()
 
     def sample(self, inputs, width):
-        """What step() returns, computed on the device without waiting for it."""
+        """The work of step(), on the device, without waiting for it."""
         ids, positions, uniforms, temperatures = inputs.unbind(1)                                     # (R,) each
         ids, positions = ids.long()[:, None], positions.long()[:, None]                               # (R, 1) each
         states = self.forward(slice(len(inputs)), ids, positions, width)                              # (R, 1, H)
@@ -252,15 +273,15 @@ class Engine:
         return next_tokens(logits[:, :self.num_ids], uniforms.float(), temperatures.float())
 
     def finish(self, slot):
-        """The slot becomes idle. The request that it has worked for gets its outputs when they are all there."""
+        """The slot becomes idle. Its request gets its outputs if they are all there."""
         request, slot.request = slot.request, None
         is_unfinished = any(other.request is request for other in self.slots)
         if not is_unfinished and not request.future.done():
             request.future.set_result(request.outputs)
 
     def compact(self):
-        """The active slots by row, after the last ones have changed places with idle ones, so that at most a quarter of
-        the rows up to the last active one are idle."""
+        """The active slots by row. First the last ones change places with idle ones, so that at most a quarter of the
+        rows up to the last active one are idle."""
         active = [slot for slot in self.slots if slot.request]
         idle = [slot for slot in self.slots if not slot.request]
         while active and len(active) < MIN_ACTIVE_FRAC * (1 + active[-1].row):
@@ -272,7 +293,7 @@ class Engine:
         return active
 
     def copy_rows(self, sources, targets, length):
-        """Copy the first `length` tokens in the cache of some slots to others, all at once."""
+        """Copy the first `length` tokens in the cache from slots to others, all at once."""
         if not targets:
             return
         # As tensors: a list would be copied to the device once more for each layer.
@@ -295,7 +316,7 @@ class Engine:
         return output.last_hidden_state
 
     def update(self, keys, values, layer, *_, **__):
-        """What each layer calls (Cache.update): keeps its new keys and values (R, heads, T, D) at their rows and
+        """Called by each layer (Cache.update): keeps its new keys and values (R, heads, T, D) at their rows and
         positions; returns all keys and values of these rows, as far as they are read."""
         if layer == len(self.layers):
             sizes = [(new.shape[1], 0, new.shape[3]) for new in (keys, values)]                       # no tokens yet
@@ -318,28 +339,3 @@ class Engine:
         new_length = min(length * 3 // 2, self.max_tokens)
         missing = max(self.width, new_length) - length
         return F.pad(cached, (0, 0, 0, missing))
-
-
-def num_shared(slot, request):
-    """How many of a slot's ids begin a request's prompt; 0 where another dialogue has left them."""
-    if slot.key != request.key:
-        return 0
-    return len(os.path.commonprefix([slot.ids, request.prompt[:-1]]))
-
-
-def num_missing(slot):
-    """Tokens of its prompt that a slot's row has not, but for the last one, which decoding reads."""
-    prompt = slot.request.prompt
-    return len(prompt) - len(slot.ids) - 1
-
-
-def step_input(slot):
-    """A row of what step() takes. An idle slot's token is written behind what it keeps."""
-    if not slot.request:
-        return 0, len(slot.ids), 0.0, 0.0
-    return last_token(slot), len(slot.ids), slot.uniforms[len(slot.output)], slot.request.temperature
-
-
-def last_token(slot):
-    """The last token of a slot's prompt and output, which the cache lacks."""
-    return (slot.output or slot.request.prompt)[-1]

@@ -7,7 +7,7 @@ from lib.runtime import optional
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Wide, and with the defaults that say something."""
+    """Wide; shows defaults other than None and False."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=40, width=120)
@@ -32,8 +32,8 @@ def argument_parser(docstring):
 
 
 def set_preset(parser, presets, argv):
-    """Add --preset; the values of the chosen one become the parser's defaults, so that explicit flags win and --help
-    shows them. presets: {name: {argument: value}}."""
+    """Add --preset. Its values become the parser's defaults: explicit flags win, and --help shows them.
+    presets: {name: {argument: value}}."""
     parser.add_argument("--preset", choices=presets, help="settings of the paper or its code (docs/reproduce.md)")
     first = Parser(add_help=False)
     first.add_argument("--preset")
@@ -44,7 +44,7 @@ def set_preset(parser, presets, argv):
 # types of flags: finite numbers with bounds, texts that are not empty
 
 def number_flag(low, high, kind=float):
-    """A type: a finite number from `low` to `high`; kind=int: a whole number."""
+    """The type of a finite number from `low` to `high`; kind=int: a whole one."""
     def read(text):
         try:
             value = kind(text)

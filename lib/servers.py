@@ -21,7 +21,7 @@ REASONING_MODEL = re.compile(r"(openai/)?(o[134]\b|gpt-5)")               # Open
 
 
 class Reply(NamedTuple):
-    """What a model has said, wherever it is."""
+    """A model's reply, from a server or from this machine."""
 
     text: str
     ended: bool                     # before the limit of its length
@@ -32,7 +32,7 @@ class Reply(NamedTuple):
 
 
 class ReplyError(Exception):
-    """There is no reply to this prompt. Only what needs it fails."""
+    """There is no reply to this prompt. Only this dialogue fails."""
 
 
 class NoRoom(ReplyError):
@@ -40,8 +40,7 @@ class NoRoom(ReplyError):
 
 
 def visible_text(domain, text, prompt=None):
-    """What an agent's turn says, whoever asks: what the other side sees of the sampled `text` (strip_thoughts), as the
-    domain shows it."""
+    """The part of an agent's sampled `text` that the other side sees: without thoughts, as the domain shows it."""
     return domain.shown(strip_thoughts(text, prompt))
 
 
@@ -50,8 +49,8 @@ def is_server(name):
 
 
 class Server:
-    """A model behind one address or several, http://A/v1,http://B/v1#NAME, which take turns. The key is that of
-    OPENAI_API_KEY. All replies are awaited in one event loop.
+    """A model behind one address or several, http://A/v1,http://B/v1#NAME, which take turns. Its key is OPENAI_API_KEY.
+    All replies are awaited in one event loop.
 
     slots: requests in flight."""
 
@@ -66,27 +65,45 @@ class Server:
         self.clients = [self.open_client(url, RETRIES if len(urls) == 1 else 1) for url in urls]
         self.turns = itertools.count()
         self.gate = asyncio.Semaphore(slots)
-        self.sampling = SAMPLING
+        self.is_reasoning_model = bool(REASONING_MODEL.match(self.model))
+        self.sampling = {} if self.is_reasoning_model else SAMPLING
+
+    def open_client(self, url, retries):
+        key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
+        try:
+            return self.openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
+        except Exception as error:                                   # InvalidURL of httpx, which has no class above it
+            raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
+
+    def check_addresses(self):
+        """InputError if nobody answers at one of the addresses."""
+        for client in self.clients:
+            asked = self.openai.OpenAI(base_url=client.base_url, api_key=client.api_key, timeout=20, max_retries=0)
+            try:
+                asked.models.with_raw_response.list()
+            except (self.openai.APITimeoutError, self.openai.APIStatusError):
+                pass                                                 # it answers, or does so later
+            except self.openai.APIConnectionError as error:
+                raise InputError(f"{client.base_url}: nobody answers ({one_line(error.__cause__)}); start the server "
+                                 "first, or correct the address") from None
 
     def request(self, prompt, temperature, max_new_tokens, extra):
         """The fields of a request after a chat (messages) or a prompt (ids), with every sampling parameter set.
 
-        extra: fields that the protocol does not name.
-        OpenAI's reasoning models take no sampling parameter but seed and length."""
+        extra: fields that the protocol does not name."""
         kind = "prompt" if isinstance(prompt[0], int) else "messages"
         request = {"model": self.model, kind: prompt, "extra_body": extra}
-        if REASONING_MODEL.match(self.model):
-            self.sampling = {}
+        if self.is_reasoning_model:                                  # it takes no parameter but seed and length
             return {**request, "max_completion_tokens": max_new_tokens}
         return {**request, **PLAIN, "max_tokens": max_new_tokens, "temperature": temperature}
 
     async def reply(self, request, seed, fault_of):
-        """The Reply to a request. fault_of(Reply): one line where it cannot be used; None: it can.
+        """The Reply to a request. fault_of(Reply): why it cannot be used, in one line; None: it can.
 
-        The client tries again what is lost, late (TIMEOUT_S) or refused for a while. What cannot be used is asked for
-        again with another seed.
-        InputError where no request can succeed: the key or the model is refused.
-        NoRoom where the prompt is too long; ReplyError where this request has no reply."""
+        The client repeats requests that are lost, late (TIMEOUT_S) or refused for a while. If a reply cannot be used,
+        another one is asked for, with another seed.
+        InputError if no request can succeed: the key or the model is refused.
+        NoRoom if the prompt is too long; ReplyError if this request has no reply."""
         first = next(self.turns)
         for number in range(first, first + TRIES):
             client = self.clients[number % len(self.clients)]
@@ -107,28 +124,8 @@ class Server:
             seed += 1
         raise ReplyError(f"{self.name}: {fault}")
 
-    def open_client(self, url, retries):
-        """The client of one address."""
-        key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
-        try:
-            return self.openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
-        except Exception as error:                                   # InvalidURL of httpx, which has no class above it
-            raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
-
-    def check_addresses(self):
-        """InputError where nobody answers at one of the addresses."""
-        for client in self.clients:
-            asked = self.openai.OpenAI(base_url=client.base_url, api_key=client.api_key, timeout=20, max_retries=0)
-            try:
-                asked.models.with_raw_response.list()
-            except (self.openai.APITimeoutError, self.openai.APIStatusError):
-                pass                                                 # it answers, or does so later
-            except self.openai.APIConnectionError as error:
-                raise InputError(f"{client.base_url}: nobody answers ({one_line(error.__cause__)}); start the server "
-                                 "first, or correct the address") from None
-
     async def send(self, client, request):
-        """What the server answers; from now on without SAMPLING where these fields are the reason for a refusal."""
+        """The server's answer. If it refuses the fields of SAMPLING, they are left out from now on."""
         endpoint = client.completions if "prompt" in request else client.chat.completions
         sampling = self.sampling
         try:
@@ -144,7 +141,7 @@ class Server:
         return answer
 
     def fault_of_error(self, client, error):
-        """One line of an error that another address may not have; raises where none can do better."""
+        """An error in one line, if another address may not have it; raises if none can do better."""
         status = getattr(error, "status_code", None)                 # None: no connection, or no reply in time
         kind = "no reply" if status is None else f"status {status}"
         fault = f"{client.base_url}#{self.model}: {kind}: {said_by(error)}"
@@ -158,25 +155,24 @@ class Server:
 
 
 def said_by(error):
-    """A line of what a server says with an error; of a lost connection what the client says."""
+    """One line of an error: the server's message, or the client's if the connection was lost."""
     return one_line(error.body or error)
 
 
 def is_too_long(error):
-    """Whether a server refuses a request because its prompt leaves no room for the reply."""
+    """Whether a server refuses a prompt because it leaves no room for the reply."""
     return getattr(error, "status_code", None) in (400, 413, 422) and bool(TOO_LONG.search(str(error.body).lower()))
 
 
 def read_reply(answer):
-    """The Reply in what the openai client gives. Thoughts that the server puts apart stand in a <think> block before
-    the text. ValueError where the server does not say that the turn has ended or was cut."""
+    """The Reply in an answer of the openai client. Thoughts that the server puts apart stand in a <think> block before
+    the text. ValueError if the server does not say that the turn has ended or was cut."""
     choice, usage = answer.choices[0], answer.usage
     if choice.finish_reason not in ENDED + CUT:
         raise ValueError(f"finish_reason {choice.finish_reason}")
     if hasattr(choice, "message"):
-        message = choice.message
-        text = message.content or ""
-        thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+        text = choice.message.content or ""
+        thoughts = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
         if thoughts:
             text = f"<think>{thoughts}</think>{text}"
     else:

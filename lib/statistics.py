@@ -1,7 +1,8 @@
 """Means over tasks, bootstrap intervals, paired differences, win rates, ranks; kinds of turns; tables as text.
 
-A trajectory has "task_id" and, of several runs of a method, "run" (its number). eval_score(trajectory) is the number
-that is compared. metrics: {name of a method: its metrics}; metric: the key of the one that methods are compared by."""
+trajectory   has "task_id" and, if the method has several runs, "run" (its number)
+eval_score   eval_score(trajectory) is the number that is compared
+metrics      {name of a method: its metrics}; metric: the key of the metric that methods are compared by"""
 import collections
 
 import numpy as np
@@ -15,7 +16,7 @@ TIE = 1e-6                       # returns that differ by no more are equal
 # means
 
 def outcomes_of_runs(trajectories, eval_score):
-    """Of each run (each file of a name that has several) {task_id: [eval_score of each of its dialogues]}."""
+    """{task_id: [eval_score of each of its dialogues]} of each run (a name may have several files)."""
     runs = {}
     for trajectory in trajectories:
         outcomes = runs.setdefault(trajectory.get("run", 0), {})
@@ -28,18 +29,17 @@ def mean(values):
 
 
 def values_of_runs(trajectories, eval_score):
-    """(ids of the tasks, the mean eval_score of each of them in each run: (runs, tasks))."""
+    """(ids of the tasks, mean eval_score of each task in each run: (runs, tasks))."""
     runs = outcomes_of_runs(trajectories, eval_score)
-    tasks, values = sorted(runs[0]), []
+    tasks = sorted(runs[0])
+    values = []
     for run in runs:
         values.append([mean(run[task]) for task in tasks])
     return tasks, values
 
 
 def mean_over_tasks(trajectories, eval_score):
-    """The mean over tasks of the means over their dialogues, and over runs: what intervals and differences are about.
-
-    A task counts once, however many dialogues it has."""
+    """The mean over runs and tasks of values_of_runs: a task counts once, however many dialogues it has."""
     _, values = values_of_runs(trajectories, eval_score)
     return float(np.mean([np.mean(run) for run in values]))
 
@@ -48,10 +48,10 @@ def mean_over_tasks(trajectories, eval_score):
 # intervals
 
 def bootstrap_interval(values, families=None):
-    """95 % percentile interval [low, high] of the mean of `values`, one a task, or a row of these for each run.
+    """95 % percentile interval [low, high] of the mean of `values`: (tasks,), or (runs, tasks).
 
-    With `families`, one a task, families are drawn first, and from each drawn one as many tasks as it has.
-    Runs are drawn as well, independently of the tasks."""
+    Tasks are resampled, and runs, independently of the tasks.
+    families: one a task. Families are resampled, too, and then as many tasks of each drawn family as it has."""
     values = np.array(values, float, ndmin=2)                                              # (runs, tasks)
     if families is None:
         families = np.zeros(values.shape[1])
@@ -67,8 +67,8 @@ def bootstrap_interval(values, families=None):
 
 
 def drawn_tasks(families, rng):
-    """CHUNK draws of the families F, and of so many tasks of each drawn family as it has, at most M:
-    (numbers of tasks (CHUNK, F, M), which of them count)."""
+    """CHUNK draws of F families, each with as many of its tasks as it has, at most M: (numbers of tasks (CHUNK, F, M),
+    which of them count)."""
     _, family_of_task, sizes = np.unique(families, return_inverse=True, return_counts=True)
     tasks_by_family = np.argsort(family_of_task, kind="stable")
     drawn_families = rng.integers(len(sizes), size=(CHUNK, len(sizes), 1))
@@ -80,18 +80,18 @@ def drawn_tasks(families, rng):
 
 
 def intervals(values, tasks, trajectories, is_share=True):
-    """{"ci95", "ci95_families" where every task states a family, and not all the same; of several runs "runs": the mean
-    of each} of `values`, (runs, tasks), of these tasks (ids) of the trajectories.
+    """{"ci95", "ci95_families", "runs", "notes"} of `values` (runs, tasks).
 
-    Equal values leave a bootstrap no width: there is no interval. If all are 1 or all are 0, that of a share (is_share)
-    is the exact one (Clopper-Pearson) of so many tasks."""
+    tasks          their ids
+    ci95           equal values leave a bootstrap no width: there is none, but if all are 1 or all are 0, a share
+                   (is_share) has the exact one of so many tasks (Clopper-Pearson)
+    ci95_families  if every task states a family, and not all the same
+    runs           the mean of each run, if there are several"""
     result = {}
     outcome = values[0][0]
     if np.ptp(values) > 0:
         result["ci95"] = bootstrap_interval(values)
-        family_of = {}
-        for trajectory in trajectories:
-            family_of[trajectory["task_id"]] = str(trajectory["task"].get("family"))
+        family_of = {trajectory["task_id"]: str(trajectory["task"].get("family")) for trajectory in trajectories}
         families = [family_of[task] for task in tasks]
         if "None" not in families and len(set(families)) > 1:
             result["ci95_families"] = bootstrap_interval(values, families)
@@ -110,9 +110,9 @@ def intervals(values, tasks, trajectories, is_share=True):
 # comparisons with a baseline, paired by run and task
 
 def paired(trajectories, baseline, eval_score, compare):
-    """(ids of the tasks that both sides have, compare(our outcomes, theirs) of each in each run: (runs, tasks)).
+    """(ids of the tasks of both sides, compare(our outcomes, theirs) of each task in each run: (runs, tasks)).
 
-    ([], []) with another number of runs."""
+    ([], []) if the numbers of runs differ."""
     ours = outcomes_of_runs(trajectories, eval_score)
     theirs = outcomes_of_runs(baseline, eval_score)
     if len(ours) != len(theirs):
@@ -125,7 +125,7 @@ def paired(trajectories, baseline, eval_score, compare):
 
 
 def paired_difference(trajectories, baseline, eval_score):
-    """{"difference", "n", what intervals() gives} of the tasks' means; None where nothing can be paired."""
+    """{"difference", "n", …intervals()} of the tasks' means; None if nothing can be paired."""
     tasks, differences = paired(trajectories, baseline, eval_score, lambda ours, theirs: mean(ours) - mean(theirs))
     if not tasks:
         return None
@@ -144,9 +144,8 @@ def wins_and_ties(ours, theirs):
 
 
 def win_rate(trajectories, baseline, eval_score):
-    """{"win_rate", "win_rate_ci95", "ties"} over all pairs of the two sides' answers to a task, then over the tasks.
-
-    Empty where nothing can be paired."""
+    """{"win_rate", "win_rate_ci95", "ties"} over all pairs of the two sides' answers to a task, then over the tasks; {}
+    if nothing can be paired."""
     tasks, shares = paired(trajectories, baseline, eval_score, wins_and_ties)
     if not tasks:
         return {}
@@ -161,11 +160,10 @@ def win_rate(trajectories, baseline, eval_score):
 # ranks
 
 def rank_correlation(a, b):
-    """Spearman's; 0 where one side is all equal."""
+    """Spearman's; 0 if one side is all equal."""
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return 0.0
-    correlations = np.corrcoef(average_ranks(a), average_ranks(b))                         # (2, 2)
-    return float(correlations[0, 1])
+    return float(np.corrcoef(average_ranks(a), average_ranks(b))[0, 1])
 
 
 def average_ranks(values):
@@ -177,10 +175,10 @@ def average_ranks(values):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what the agent's turns are worth
+# kinds of the agent's turns
 
 def agent_places(history):
-    """Where the agent's turns stand in a dialogue."""
+    """Indices of the agent's turns in a dialogue."""
     return [place for place, turn in enumerate(history) if turn["role"] == "assistant"]
 
 
@@ -195,8 +193,8 @@ def turn_kinds(task, history, domain):
 def measure_turns(trajectories, domain):
     """Give every trajectory the "kinds" of its agent turns and "known": was all that matters known before the last one?
 
-    Returns {"all_known", "success_when_known", "success_when_not_known", "turns": {kind: share}} of one method, without
-    means of no dialogue. Where a task does not say what matters, "known" is None, and the result is {}."""
+    Returns {"all_known", "success_when_known", "success_when_not_known", "turns": {kind: share}} of one method; a
+    success of no dialogue is left out. If a task does not say what matters, its "known" is None, and the result {}."""
     outcomes = {True: [], False: [], None: []}                       # by "known"
     kinds = collections.Counter()
     for trajectory in trajectories:
@@ -222,7 +220,7 @@ def measure_turns(trajectories, domain):
 # tables, as lines of aligned text
 
 def aligned(headings, rows):
-    """Lines of a table: cells (texts) below each other, the first column to the left, the others to the right."""
+    """Lines of a table of texts: the first column is aligned to the left, the others to the right."""
     table = [headings, *rows]
     first_width, *widths = [max(map(len, column)) for column in zip(*table)]
     lines = []
@@ -245,7 +243,7 @@ def heading_of(metric):
 
 
 def cell_of(values, key, form=".3f"):
-    """values[key] as text, an interval with any form; "-" where there is none."""
+    """values[key] as text, "-" if there is none. An interval has its own form."""
     value = values.get(key, "-")
     if isinstance(value, list):
         return interval(value)
@@ -285,15 +283,13 @@ def difference_cell(difference):
 
 
 def note_lines(metrics):
-    """What a reader of the comparison has to know, and what its intervals do not cover."""
-    lines, single, few = [], [], []                                  # single, few: the names with so many runs
+    """Notes below the comparison, and what its intervals do not cover."""
+    lines = []
     for name, method in metrics.items():
         lines += [f"{name}: {note}" for note in method.get("notes", [])]
-        if "runs" not in method:
-            single.append(name)
-        elif len(method["runs"]) < 5:
-            few.append(name)
-    if "similarity" in method:                                       # the same of all
+    single = [name for name in metrics if "runs" not in metrics[name]]
+    few = [name for name in metrics if 0 < len(metrics[name].get("runs", [])) < 5]
+    if "similarity" in method:                                       # the same for all
         lines.append(f"similarity of screenshots: {method['similarity']}")
     if single:
         lines.append(f"one run of {', '.join(single)}: the intervals exclude seed variance")
@@ -303,7 +299,7 @@ def note_lines(metrics):
 
 
 def detail_lines(metrics, baseline):
-    """The intervals over families and the mean of each run, of the methods and of the differences that have them."""
+    """The intervals over families and the mean of each run, of the methods and differences that have them."""
     measured = {}
     for name, method in metrics.items():
         measured[name] = method

@@ -15,16 +15,7 @@ import common
 import lib.load
 from conftest import BASE, call, critic_note, load_critic, read
 from lib.fast import WIDTH_STEP
-from lib.load import (
-    load_model,
-    load_tokenizer,
-    lora_config,
-    most_positions,
-    save_model,
-    shard,
-    Sharding,
-    takes_masks,
-)
+from lib.load import load_model, load_tokenizer, lora_config, most_positions, save_model, shard, Sharding, takes_masks
 from lib.runtime import InputError, start
 from lib.scorer import action_outputs, collate, load_scorer, Scorer, Sequence, without_trees
 from lib.tokens import encode, stop_ids
@@ -73,14 +64,37 @@ def tokenizer():
     return load_tokenizer(str(BASE))
 
 
+@pytest.fixture(scope="module")
+def tree(tokenizer):
+    return common.actions_item(tokenizer, PROMPT, ACTIONS)
+
+
 def folder_of(model, tokenizer, path):
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
 
 
+def scorer_of(folder, dtype="float32", lora=None):
+    """As it is loaded for training."""
+    return load_scorer(folder, start(0), Sharding(dtype), lora)
+
+
+def assert_refused(folder, message):
+    """However it is loaded."""
+    for load in (scorer_of, lambda folder: load_model(folder, "cpu")):
+        with pytest.raises(InputError, match=message):
+            load(folder)
+
+
+def add_tensors(folder, *names):
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: torch.ones(8) for name in names}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
+def test_log_probabilities_and_samples_are_the_models_own(tokenizer, tree, family):
     """In rows, padded, and in a tree; and so are the gradients."""
     model = model_of(family)
     if family in LIMITED:
@@ -102,7 +116,7 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, family):
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]        # not all biases
     gradients = [parameter.grad.clone() for parameter in trained]
     other = "<|user|>the fee<|end|><|assistant|>"                    # a second row: padding
-    items = [common.actions_item(tokenizer, PROMPT, ACTIONS), common.actions_item(tokenizer, other, ACTIONS[:2])]
+    items = [tree, common.actions_item(tokenizer, other, ACTIONS[:2])]
     scorer = Scorer(model)
     for takes_trees in {scorer.takes_trees, False}:
         scorer.takes_trees = takes_trees
@@ -124,11 +138,8 @@ def test_all_families_whose_windows_are_known_are_here():
 
 def test_a_family_whose_logits_are_not_known_is_refused(tokenizer, tmp_path):
     """HyperCLOVA X multiplies by what Granite, which has the same name for it, divides by."""
-    config = AutoConfig.for_model("hyperclovax", **SIZES, logits_scaling=4.0)
-    folder = folder_of(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path)
-    for load in (lambda: load_model(folder, "cpu"), lambda: load_scorer(folder, start(0), Sharding())):
-        with pytest.raises(InputError, match="a hyperclovax model makes logits of its last hidden states in a way"):
-            load()
+    folder = folder_of(model_of("hyperclovax", logits_scaling=4.0), tokenizer, tmp_path)
+    assert_refused(folder, "a hyperclovax model makes logits of its last hidden states in a way")
 
 
 # --- folders
@@ -140,8 +151,7 @@ def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype)
     model = model_of(family)
     model.generation_config.eos_token_id = [780, 17]
     base = folder_of(model, tokenizer, tmp_path / "base")
-    scorer = load_scorer(base, start(0), Sharding(dtype))
-    save_model(tmp_path / "saved", scorer.model, tokenizer)
+    save_model(tmp_path / "saved", scorer_of(base, dtype).model, tokenizer)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert saved.dtype == torch.float32 and saved.generation_config.eos_token_id == [780, 17]
     assert saved.config.tie_word_embeddings == model.config.tie_word_embeddings
@@ -149,13 +159,13 @@ def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
 
 
-def test_an_adapter_of_transposed_weights_is_merged(tokenizer, tmp_path):
+def test_an_adapter_of_transposed_weights_is_merged(tokenizer, tree, tmp_path):
     folder = folder_of(model_of("gpt2"), tokenizer, tmp_path / "base")
-    scorer = load_scorer(folder, start(0), Sharding(), lora_config(folder, 4, None, False)).eval()
+    scorer = scorer_of(folder, lora=lora_config(folder, 4, None, False)).eval()
     for name, parameter in scorer.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    batch = collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])
+    batch = collate([tree])
     with torch.no_grad():
         expected = scorer(batch)
         for out, merge in (("adapter", False), ("whole", True)):
@@ -188,24 +198,24 @@ def test_preferences_are_compared_without_dropout(tokenizer, workspace, tmp_path
     assert list(losses.values()) == pytest.approx([math.log(2)] * 2, abs=1e-5)
 
 
-def test_layers_are_computed_again_in_evaluation_mode_too(tokenizer):
+def test_layers_are_computed_again_in_evaluation_mode_too(tree):
     """--activation-checkpointing, with the same gradients."""
-    batch, gradients, num_passes = collate([common.actions_item(tokenizer, PROMPT, ACTIONS)]), [], []
+    gradients, num_passes = [], []
     for again in (False, True):
         scorer = Scorer(model_of("llama"))
         shard(scorer, start(0), Sharding(activation_checkpointing=again)).eval()
         scorer.model.model.layers[0].self_attn.register_forward_hook(lambda *_, again=again: num_passes.append(again))
-        scorer(batch).pow(2).sum().backward()
+        scorer(collate([tree])).pow(2).sum().backward()
         gradients.append([parameter.grad for parameter in scorer.parameters()])
     assert num_passes == [False, True, True] and all(map(torch.equal, *gradients))
 
 
-def test_layers_that_are_computed_again_are_compiled(tokenizer):
+def test_layers_that_are_computed_again_are_compiled(tree):
     scorer = Scorer(model_of("qwen3, window"))
     shard(scorer, start(0), Sharding(activation_checkpointing=True)).eval()
     scorer.model.model.layers[0].compile(backend="eager")
     counters.clear()
-    scorer(collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])).sum().backward()
+    scorer(collate([tree])).sum().backward()
     assert counters["stats"]["calls_captured"] > 0 and not counters["graph_break"]
 
 
@@ -249,8 +259,7 @@ def test_no_number_depends_on_how_long_its_neighbours_are(tokenizer, family, ste
     for item in (row, tree):
         alone += action_outputs(scorer, [item], 4096)
     torch.testing.assert_close(alone[0][0], expected, atol=1e-3, rtol=0)
-    for found in (action_outputs(scorer, [row, tree], 4096),
-                  action_outputs(scorer, [tree, row], 4096)[::-1]):
+    for found in (action_outputs(scorer, [row, tree], 4096), action_outputs(scorer, [tree, row], 4096)[::-1]):
         torch.testing.assert_close(torch.cat(found), torch.cat(alone), atol=1e-3, rtol=0)
     with pytest.raises(InputError, match="takes 64 tokens"):
         action_outputs(scorer, [row, [Sequence([33] * 65, [-1] + [0] * 64)]], 4096)
@@ -314,8 +323,7 @@ def test_a_quantised_folder_is_the_numbers_that_it_stands_for(tokenizer, tmp_pat
     monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer."
                         "validate_environment", lambda *_, **__: None)
     model, _ = load_model(str(tmp_path / "base"), "cpu")
-    scorer = load_scorer(str(tmp_path / "base"), start(0), Sharding())
-    save_model(tmp_path / "saved", scorer.model, tokenizer)
+    save_model(tmp_path / "saved", scorer_of(str(tmp_path / "base")).model, tokenizer)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     for name, tensor in stands_for.items():
         assert torch.equal(model.get_parameter(name), tensor) and torch.equal(saved[name], tensor)
@@ -329,23 +337,17 @@ def test_a_quantised_folder_is_the_numbers_that_it_stands_for(tokenizer, tmp_pat
 def test_other_quantised_folders_are_refused(tokenizer, tmp_path, note, message):
     folder = folder_of(model_of("llama"), tokenizer, tmp_path)
     quantised(tmp_path, note)
-    for load in (lambda: load_model(folder, "cpu"), lambda: load_scorer(folder, start(0), Sharding())):
-        with pytest.raises(InputError, match=message):
-            load()
+    assert_refused(folder, message)
 
 
 def test_parts_that_a_model_does_not_have_may_be_in_its_files(tokenizer, tmp_path):
     """Heads for several tokens, frequencies. A bias of a layer that has none is refused."""
     folder = folder_of(model_of("llama"), tokenizer, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors |= {"mtp.layers.0.weight": torch.ones(8), "model.layers.2.self_attn.q_proj.weight": torch.ones(8),
-                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    add_tensors(tmp_path, "mtp.layers.0.weight", "model.layers.2.self_attn.q_proj.weight",
+                "model.layers.0.self_attn.rotary_emb.inv_freq")
     assert load_model(folder, "cpu")
-    save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, tmp_path / "model.safetensors",
-              metadata={"format": "pt"})
-    with pytest.raises(InputError, match="its files hold model.layers.0.self_attn.q_proj.bias, which layers"):
-        load_model(folder, "cpu")
+    add_tensors(tmp_path, "model.layers.0.self_attn.q_proj.bias")
+    assert_refused(folder, "its files hold model.layers.0.self_attn.q_proj.bias, which layers")
 
 
 # --- damaged folders
