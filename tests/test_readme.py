@@ -1,6 +1,5 @@
 """README.md and docs/: their commands are parsed, what they name exists, and the reproduction page runs in small."""
 import contextlib
-import csv
 import functools
 import importlib
 import io
@@ -18,6 +17,7 @@ from colbench import DOMAINS
 from conftest import call, ROOT
 
 study = importlib.import_module("scripts.study")
+read_csv = importlib.import_module("scripts.table").read_csv
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text()
          for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
@@ -86,14 +86,14 @@ def flags_of(name):
 
 
 def check_command(name, words):
-    """A command of a page is parsed by its program; a study's arms are those of scripts/arms.toml."""
+    """A command of a page is parsed by its program; a study's arms are those of scripts/recipes.toml."""
     if name.endswith(".sh"):
         assert {word for word in words if word.startswith("--")} <= flags_of(name)
     elif hasattr(program_of(name), "parse_args"):
         args = program_of(name).parse_args(words)
         if name == "scripts/study.py":
             domain = study.read_domain(args.domain, args.set)
-            domain["arms"]["mine"] = domain["arms"]["sweet"]         # the reader's
+            domain["outputs"]["mine"] = "--method sweet"             # the reader's
             assert study.all_runs(args, domain)
 
 
@@ -209,21 +209,20 @@ def test_the_readme_is_short_and_the_number_of_attacks_is_right():
 
 
 def table_of(name):
-    with open(ROOT / "docs" / f"{name}.csv", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv(ROOT / "docs" / "data" / f"{name}.csv")
 
 
 @pytest.mark.parametrize("name", ["seeds", "efficiency", "rounds_320", "rounds_sql_320"])
 def test_the_pages_show_the_figures_of_the_pictures(name):
     """Each mean with its interval, or the means of a method's rounds."""
-    figures, rounds = [], {"mtdpo": [], "sweet": []}
+    figures, rounds = [], {}
     for row in table_of(name):
         mean, low, high = (f"{float(row[key] or 0):.3f}".removeprefix("0") for key in ("success", "low", "high"))
         if name.startswith("rounds"):
-            rounds[row["method"]].append(mean)
+            rounds.setdefault(row["method"], []).append(mean)
         elif row["low"]:
             figures.append(f"{mean} [{low}, {high}]")
-    figures += [" ".join(means) for means in rounds.values() if means]
+    figures += [" ".join(means) for means in rounds.values()]
     text = "\n".join(PAGES.values()).replace("*", "").replace(" | ", " ")
     assert len(figures) >= 2 and [line for line in figures if line not in text] == []
 
