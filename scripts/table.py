@@ -1,7 +1,8 @@
 """The table of a study from its outcomes: python scripts/table.py docs/data/TASKS.csv.gz [BASELINE]
 
 Reads tasks.csv of scripts/study.py, packed or not: arm, seed, task_id, family, success and rounds of each dialogue.
-Prints 05's table of them: [..] are 95 % intervals by bootstrap over tasks and seeds; "families drawn": over families first."""
+Prints 05's table of them: [..] are 95 % intervals by bootstrap over tasks and seeds; "families drawn": over families
+first."""
 import csv
 import operator
 import pathlib
