@@ -93,7 +93,7 @@ def run_step(out, words, ranks=1, threads=1):
         return log.read_text()
     environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(threads)}
     log.parent.mkdir(parents=True, exist_ok=True)
-    say(f"{out} begins (log: {log})\n    {shlex.join(['python', *command[1:]])}")
+    say(f"{out!s:36} begins (log: {log})\n    {shlex.join(['python', *command[1:]])}")
     begin = time.monotonic()
     with open(log, "w") as file:
         status = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
@@ -105,7 +105,7 @@ def run_step(out, words, ranks=1, threads=1):
     done.write_text(str(command))
     seconds = time.monotonic() - begin
     last_line = text.strip().rpartition("\n")[2]
-    say(f"{out} {seconds:4.0f} s  {last_line}")
+    say(f"{out!s:36} {seconds:4.0f} s  {last_line}")
     return text
 
 
@@ -127,6 +127,9 @@ def show(text):
         if not re.match(r"reads |writes |arguments: |.*%\||\s+$", line):
             print(line)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# an agent: its command names the outputs that it needs, which are made before it
 
 @dataclasses.dataclass
 class Run:
@@ -172,8 +175,10 @@ class Run:
 
     def make(self, name):
         """The path of what a command calls {name}, which is made first."""
+        if name == "model" and self.round == 1:
+            return self.domain["base"]
         if name == "model":
-            return self.model_before()
+            return dataclasses.replace(self, round=self.round - 1).agent()
         if name.startswith("all:"):
             return self.join_rounds(name.removeprefix("all:"))
         arm = name.removesuffix(".jsonl")
@@ -186,12 +191,6 @@ class Run:
         elif not name.endswith(".jsonl"):                            # tasks and dialogues are those of all sizes
             name = self.name_of(name, {})
         return self.step(name, command, self.ranks)
-
-    def model_before(self):
-        """The model that its round begins with."""
-        if self.round == 1:
-            return self.domain["base"]
-        return dataclasses.replace(self, round=self.round - 1).agent()
 
     def join_rounds(self, output):
         """An output of all rounds until this one, in one file."""
@@ -228,11 +227,11 @@ class Run:
         return first.step(f"{self.name}.jsonl", command, ranks)
 
     def step(self, name, command, ranks):
-        """Make an output of the seed; returns its path."""
+        """Make an output of the seed by its command; returns its path."""
         words = shlex.split(self.fill(command))
         if words[0] not in ("02_rollout.py", "03_train_critic.py"):  # agents are trained side by side
             ranks = 1
-        if self.size and ("--method" in words or words[0] == "03_train_critic.py"):
+        if self.size and not name.endswith(".jsonl"):                # critics and agents are trained on so many
             words += ["--num-trajectories", str(self.size)]
         out = self.folder / name
         with locks[out]:

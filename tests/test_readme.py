@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import tempfile
+import tomllib
 
 import pytest
 import torch
@@ -172,6 +173,13 @@ def test_the_changes_that_fork_md_shows_do_what_it_says():
     grpo = changed("examples/grpo.py")
     exec(fork_block("def discounted"), grpo)
     assert grpo["discounted_advantages"]([1.0, 0.0], [2, 1], ["a", "a"], gamma=0.5) == [[0.5, 1.0], [-1.0]]
+
+
+def test_the_arm_that_fork_md_adds_names_what_there_is():
+    [arm] = re.findall(r"```toml\n(.*?)```", PAGES["docs/fork.md"], re.DOTALL)
+    domain = study.read_domain("backend")
+    assert set(re.findall(r"{([\w.-]+)}", arm)) <= {*domain, *domain["outputs"]}
+    assert tomllib.loads(arm)["mine"].split()[:4] == ["-m", "examples.mine", "--method", "sweet"]
 
 
 def test_pairs_as_trl_takes_them(tmp_path, monkeypatch):
