@@ -53,7 +53,10 @@ locks = collections.defaultdict(threading.Lock)      # of each output
 def read_domain(name, changes=(), split="test"):
     """A domain of scripts/recipes.toml as a dict: its keys, and `outputs`, the commands of its chain and its studies.
     changes: NAME=NUMBER, in place of its own."""
-    domains = tomllib.loads((ROOT / RECIPES).read_text())
+    try:
+        domains = tomllib.loads((ROOT / RECIPES).read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{RECIPES}: {error}") from None
     if name not in domains:
         raise InputError(f"--domain {name}: must be one of {', '.join(domains)} ({RECIPES})")
     domain = {"chain": {}, "study": {}, "first": {}, "later": {}, "many": {}, **domains[name]}
@@ -361,7 +364,9 @@ def main(argv=None):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         ended = pool.map(Run.evaluate, longest_first)
     list(ended)                                                      # raises what a call has raised
-    commands = domain["study" if args.chain is None else "chain"]
+    commands = {"report": domain["outputs"]["report"]}               # of a study, if it has one of its own
+    if args.chain is not None:
+        commands = domain["chain"]
     for output in ("gates", "report"):
         if output in commands:
             words = shlex.split(runs[0].fill(commands[output]))

@@ -310,6 +310,7 @@ def test_a_table_of_one_s_own_and_what_it_lacks(call, tmp_path, monkeypatch):
     recipes.write_text(OWN)
     commands = call("--domain", "mine", "--chain", "1")
     assert commands["o/train.jsonl"]["num_tasks"] == 10 and commands["o/new.jsonl"]["agent"] == "o/new"
+    assert "o/report" in call("new", "--domain", "mine", "--seeds", "1", "2")
     for key in ("agents", "base", "dialogues", '"test.jsonl"', '"offline.jsonl"', '"agent.jsonl"', "report"):
         recipes.write_text("".join(line for line in OWN.splitlines(True) if not line.startswith(f"{key} =")))
         name = key.strip('"')
@@ -317,6 +318,8 @@ def test_a_table_of_one_s_own_and_what_it_lacks(call, tmp_path, monkeypatch):
             f"{recipes}: [mine] needs {name}, and has no key or output of this name")
     recipes.write_text(OWN)
     assert refused(study, "--domain", "mine", "--split", "validation").startswith(f"{recipes}: [mine] needs validation")
+    recipes.write_text(f"{OWN}broken")
+    assert refused(study, "--domain", "mine").startswith(f"{recipes}: Expected '='")
 
 
 def test_a_failed_step_shows_its_last_lines_and_is_no_output(tmp_path, capfd):
