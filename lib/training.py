@@ -338,7 +338,7 @@ def adamw(scorer, lr):
     trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
     if lr < 1e-5 and sum(parameter.numel() for parameter in scorer.parameters()) < 1e7:
         say(f"--lr {lr:g} is for a model of 8B, and a small one hardly learns by it: run.sh's rates are in "
-            "scripts/arms.toml")
+            "scripts/recipes.toml")
     # fused: makes no copies of all parameters
     return torch.optim.AdamW(trained, lr=lr, betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 

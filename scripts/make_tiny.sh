@@ -15,22 +15,23 @@ take_domain "$@"
 shift $taken
 set_up_domain
 py=.venv/bin/python
-{ read -r base; read -r tasks; read -r rollout; read -r ranks; } < <($py -c "
+{ read -r base; read -r rollout; read -r ranks; } < <($py -c "
 from scripts import study
 domain = study.read_domain('$domain')
-print(domain['base'], domain['domain'], domain['rollout'], study.num_devices(), sep='\n')")
+print(domain['base'], domain['rollout'], study.num_devices(), sep='\n')")
+tasks=$domain
 case $domain in                                                      # tasks; epochs of two rounds
     backend) num_tasks=4000 epochs=2 again=2 ;;
     frontend) num_tasks=1000 epochs=1 again=1 ;;
     sql) num_tasks=1500 epochs=2 again=1 ;;
-    real) num_tasks=1000 ;;
+    real) num_tasks=1000 tasks=backend ;;
 esac
 work=${OUT:-out}/make_$(basename "$base") folder=${1:-$base} num_tasks=${NUM_TASKS:-$num_tasks} seed=${SEED:-0}
 torchrun=".venv/bin/torchrun --standalone --nproc-per-node $ranks"
 dialogues() {                                                        # NAME AGENT NUMBER-OF-TASKS [flags of 01]
     $py 01_generate_tasks.py --domain "$tasks" --split train --seed $((100 + seed)) --num-tasks "$3" "${@:4}" \
         --out "$work/$1_tasks.jsonl"
-    $torchrun 02_rollout.py --simulator rules $rollout --samples "$samples" --agent "$2" \
+    $torchrun $rollout --samples "$samples" --agent "$2" \
         --tasks "$work/$1_tasks.jsonl" --out "$work/$1.jsonl"
 }
 train() {                                                            # NAME MODEL flags of 04

@@ -1,8 +1,7 @@
 """Draws success over dialogues or rounds, a line a method: python scripts/plot.py out/study/table.csv curve.svg
 
-Reads a table of scripts/study.py, or one of docs/: the columns method, success, low, high (the 95 % interval), and
+Reads a table of scripts/study.py, or one of docs/data/: the columns method, success, low, high (the 95 % interval), and
 dialogues or round, whichever has several values."""
-import csv
 import pathlib
 import sys
 
@@ -11,11 +10,11 @@ from matplotlib import rc_context
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from lib.report.plots import curve_figure  # noqa: E402
+from scripts.table import read_csv  # noqa: E402
 
 
 def main(table, out):
-    with open(table, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(table)
     column = "round"
     if len({row.get("dialogues") for row in rows} - {""}) > 1:       # of the base model a table may have none
         column = "dialogues"

@@ -11,8 +11,8 @@ take_domain() {
         echo "error: $*: must be [--domain NAME] and then at most one argument" >&2
         exit 2
     fi
-    if ! [[ $domain =~ ^[a-z]+$ ]] || ! grep -q "^\[$domain\]" scripts/arms.toml; then
-        echo "error: --domain '$domain': must be a domain of scripts/arms.toml: backend, frontend, sql or real" >&2
+    if ! [[ $domain =~ ^[a-z]+$ ]] || ! grep -q "^\[$domain\]" scripts/recipes.toml; then
+        echo "error: --domain '$domain': must be a domain of scripts/recipes.toml: backend, frontend, sql or real" >&2
         exit 2
     fi
 }

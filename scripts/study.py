@@ -1,6 +1,6 @@
 """Studies: arms x seeds x sizes (or rounds, or settings), two processes at a time. Start it in the repository's root.
 
-Reads   scripts/arms.toml: the settings of the domains and of their arms. `base`, the base model, is an arm, too.
+Reads   scripts/recipes.toml: the commands of each domain. `base`, the base model, is an arm, too.
 Writes  OUT/seedN/: tasks, dialogues, critics and agents of a seed, beside each of them a log
         OUT/report/ (05); OUT/table.csv: a row for each arm and size, round or setting
         OUT/tasks.csv: success and rounds of each task, seed and arm (scripts/table.py makes a table of it)
@@ -13,7 +13,7 @@ make an arm again with other settings or other code, remove it: rm -r OUT/seed*/
     python scripts/study.py sweet mtdpo --rounds 4 --seeds 20 21 22     rounds: new dialogues of the last agent, from
                                                                         which critic and agent are trained further
     python scripts/study.py mtdpo --split validation --grid lr=1e-4,3e-4 epochs=2,4             a search
-    python scripts/study.py base rft mtdpo sweet --chain 0 --out out    the chain of run.sh: one seed, in OUT itself
+    python scripts/study.py --chain 0 --out out                         the chain of run.sh: one seed, in OUT itself
 """
 import collections
 import concurrent.futures
@@ -24,6 +24,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -33,18 +34,58 @@ import tomllib
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from colbench import DOMAINS  # noqa: E402
+from colbench import domain_of  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
 from lib.runtime import InputError, read_rows, run_stage, say  # noqa: E402
 
+RECIPES = "scripts/recipes.toml"
+REQUIRED = "agents", "base", "dialogues", "agent.jsonl", "report"    # keys and outputs of a domain that are read here
+FILLED_IN = "seed", "model", "num_train", "agent", "files"           # {names} of commands that are no key or output
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 MANY = 800                       # dialogues, above which an arm's "many" counts
 
 locks = collections.defaultdict(threading.Lock)      # of each output
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# recipes
+
+def read_domain(name, changes=(), split="test"):
+    """A domain of scripts/recipes.toml as a dict: its keys, and `outputs`, the commands of its chain and its studies.
+    changes: NAME=NUMBER, in place of its own."""
+    try:
+        domains = tomllib.loads((ROOT / RECIPES).read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{RECIPES}: {error}") from None
+    if name not in domains:
+        raise InputError(f"--domain {name}: must be one of {', '.join(domains)} ({RECIPES})")
+    domain = {"chain": {}, "study": {}, "first": {}, "later": {}, "many": {}, **domains[name]}
+    for change in changes:
+        key, _, number = change.partition("=")
+        if type(domain.get(key)) is not int or not number.isdigit():
+            raise InputError(f"--set {change}: must be NAME=NUMBER, with a number of [{name}] in {RECIPES}")
+        domain[key] = int(number)
+    domain["outputs"] = {**domain["chain"], **domain["study"]}
+    domain["tasks"] = f"{{{split}.jsonl}}"
+    dialogues = [f"{arm}.jsonl" for arm in arms_of(domain)]
+    known = {*FILLED_IN, *domain, *domain["outputs"], *dialogues}
+    for needed in [*REQUIRED, *re.findall(r"{(?:all:)?([\w.-]+)}", str(domain))]:
+        if needed not in known:
+            raise InputError(f"{RECIPES}: [{name}] needs {needed}, and has no key or output of this name")
+    return domain
+
+
+def arms_of(domain):
+    """The base model, and the outputs that a method trains."""
+    arms = [output for output, command in domain["outputs"].items() if "--method" in command]
+    return ["base", *arms]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# steps
+
 def run_step(out, words, ranks=1, threads=1):
-    """Run a stage that writes `out`, and print lines about it; returns the text of OUT.log, where its output goes.
+    """Run a stage that writes `out`, and print its command; returns the text of OUT.log, where its output goes.
     What the same command has finished (OUT.done) is not asked again. Ends with status 1 where the stage fails."""
     command = [sys.executable, *words, "--out", str(out)]
     if ranks > 1:
@@ -55,7 +96,7 @@ def run_step(out, words, ranks=1, threads=1):
         return log.read_text()
     environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(threads)}
     log.parent.mkdir(parents=True, exist_ok=True)
-    say(f"{out!s:36} begins (log: {log})")
+    say(f"{out!s:36} begins (log: {log})\n    {shlex.join(['python', *command[1:]])}")
     begin = time.monotonic()
     with open(log, "w") as file:
         status = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
@@ -91,7 +132,7 @@ def show(text):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what an agent needs: each method makes one output, and before it the outputs that it needs
+# an agent: its command names the outputs that it needs, which are made before it
 
 @dataclasses.dataclass
 class Run:
@@ -106,72 +147,58 @@ class Run:
     domain: dict                                                     # of read_domain
 
     def __post_init__(self):
+        self.command = self.domain["outputs"].get(self.arm, "")      # of base none
+        self.name = self.name_of(self.arm, self.settings)
         self.folder = self.args.out                                  # of the outputs of its seed
         self.ranks = num_devices()                                   # processes of a step that others wait for
         if self.args.chain is None:
             self.folder = self.args.out / f"seed{self.seed}"
             self.ranks = 1
-        self.table = self.domain["arms"][self.arm]                   # empty for base
-        self.name = self.name_of(self.arm, self.settings)
-        self.round_seed = self.seed + 1000 * (self.round - 1)        # by which 04 draws dialogues and candidates
 
-    def name_of(self, arm, settings):
-        """ARM, ARM_lr1e-4_epochs2, ARM@SIZE or ARM@ROUND."""
+    def name_of(self, output, settings):
+        """OUTPUT, OUTPUT_lr1e-4_epochs2, OUTPUT@SIZE or OUTPUT@ROUND."""
         for flag, value in settings.items():
-            arm += f"_{flag}{value}"
+            output += f"_{flag}{value}"
         number = self.round if self.args.rounds > 1 else self.size
         if number and self.arm != "base":
-            arm += f"@{number}"
-        return arm
+            output += f"@{number}"
+        return output
 
-    def step(self, name, program, ranks=1, **flags):
-        """Make an output of the seed; returns its path. Flags of None are left out."""
-        words = program.split()
-        for flag, value in flags.items():
-            if value is not None:
-                words += [f"--{flag.replace('_', '-')}", str(value)]
-        out = self.folder / name
-        with locks[out]:
-            run_step(out, words, ranks)
-        return out
+    def fill(self, command):
+        """A command with what its {names} stand for: keys of the domain, or outputs, which are made first."""
+        return re.sub(r"{([\w.:-]+)}", lambda match: self.value(match[1]), command)
 
-    def tasks(self, name, **flags):
-        return self.step(name, f"01_generate_tasks.py --domain {self.domain['domain']}", **flags)
+    def value(self, name):
+        """What stands for {name} in a command."""
+        if name == "seed":
+            return str(self.seed + 1000 * (self.round - 1))
+        if name in self.domain:
+            return self.fill(str(self.domain[name]))
+        return shlex.quote(str(self.make(name)))
 
-    def rollout(self, name, ranks, **flags):
-        program = f"02_rollout.py --simulator rules {self.domain['rollout']}"
-        return self.step(name, program, ranks, **flags, max_rounds=self.domain["max_rounds"])
-
-    def train(self, name, program, ranks, **flags):
-        flags["model"] = self.model_before()
-        return self.step(name, program, ranks, **flags, seed=self.round_seed, num_trajectories=self.size)
-
-    def model_before(self):
-        """The model that its round begins with."""
-        if self.round == 1:
+    def make(self, name):
+        """The path of what a command calls {name}, which is made first."""
+        if name == "model" and self.round == 1:
             return self.domain["base"]
-        return dataclasses.replace(self, round=self.round - 1).agent()
-
-    def dialogues(self):
-        """Four dialogues of this model on each training task of the round, with the c that the arm's critic reads."""
-        name, tasks_name = "offline.jsonl", "train.jsonl"
+        if name == "model":
+            return dataclasses.replace(self, round=self.round - 1).agent()
+        if name.startswith("all:"):
+            return self.join_rounds(name.removeprefix("all:"))
+        arm = name.removesuffix(".jsonl")
+        if arm in arms_of(self.domain):
+            other = dataclasses.replace(self, arm=arm, settings={})
+            return other.agent() if arm == name else other.evaluate()
+        command = self.domain["outputs"][name]
         if self.round > 1:
-            name = f"{self.name}-offline.jsonl"
-            tasks_name = f"train@{self.round}.jsonl"
-        num_tasks = self.domain["dialogues"] // 4
-        tasks = self.tasks(tasks_name, split="train", num_tasks=num_tasks, seed=self.round_seed)
-        agent = self.model_before()
-        path = self.rollout(name, self.ranks, tasks=tasks, agent=agent, samples=4, seed=self.round_seed)
-        if "c" not in self.table:
-            return path
-        kind = self.table["c"]
-        program = f"scripts/change_c.py --kind {kind}"
-        return self.step(f"{path.stem}-{kind}.jsonl", program, trajectories=path)
+            name = f"{self.name}-{name}"
+        elif not name.endswith(".jsonl"):                            # tasks and dialogues are those of all sizes
+            name = self.name_of(name, {})
+        return self.step(name, command, self.ranks)
 
-    def all_dialogues(self):
-        """The dialogues of all rounds until this one, in one file."""
+    def join_rounds(self, output):
+        """An output of all rounds until this one, in one file."""
         rounds = [dataclasses.replace(self, round=number + 1) for number in range(self.round)]
-        files = [run.dialogues() for run in rounds]
+        files = [run.make(output) for run in rounds]
         path = files[0]
         if self.round > 1:
             path = self.folder / f"{self.name}-all.jsonl"
@@ -182,73 +209,55 @@ class Run:
                     path.write_bytes(rows)
         return path
 
-    def critic(self):
-        """Its critic: a folder, "untrained", or None."""
-        kind = self.table.get("critic")
-        if kind in (None, "untrained"):
-            return kind
-        name = "critic" if kind == "lm" else f"critic-{kind}"
-        if "c" in self.table:
-            name += f"-{self.table['c']}"
-        name = self.name_of(name, {})
-        if self.round > 1:
-            name = f"{self.name}-critic"
-        program = f"03_train_critic.py {self.domain['critic']} {self.domain['critics'][kind]}"
-        return self.train(name, program, self.ranks, trajectories=self.all_dialogues())
-
     def agent(self):
-        """Its model folder. Of a flag that its settings name twice the last one counts."""
+        """Its model folder."""
         if self.arm == "base":
             return self.domain["base"]
-        arm = self.table
-        method = arm["method"]
-        words = [arm.get("program", "04_train_policy.py"), "--method", method]
-        words += [self.domain["methods"].get(method, ""), arm["flags"]]
+        command = [self.command]
         if (self.size or self.domain["dialogues"]) > MANY:
-            words.append(arm.get("many", ""))
-        if self.round > 1:
-            words.append(arm.get("later", ""))
-        flags = {**self.settings, "trajectories": self.dialogues(), "critic": self.critic()}
-        if "candidates" in arm and self.round == 1:                  # another arm's
-            other = dataclasses.replace(self, arm=arm["candidates"], settings={})
-            flags["candidates"] = other.agent() / "candidates.jsonl"
-        return self.train(self.name, " ".join(words), 1, **flags)
+            command.append(self.domain["many"].get(self.arm, ""))
+        more = "first" if self.round == 1 else "later"
+        command.append(self.domain[more].get(self.arm, ""))
+        command += [f"--{flag} {shlex.quote(value)}" for flag, value in self.settings.items()]
+        return self.step(self.name, " ".join(command), 1)
 
     def evaluate(self):
         """Its dialogues on the tasks of --split."""
-        domain = self.domain
-        split = self.args.split
-        num_tasks = domain[f"num_{split}"]
-        seed = domain[f"{split}_seed"]
-        tasks = self.tasks(f"{split}.jsonl", split=split, num_tasks=num_tasks, seed=seed)
-        agent = self.agent()
-        ranks = self.ranks if "critic" in self.table else 1          # the longest chain of steps: the others have ended
-        return self.rollout(f"{self.name}.jsonl", ranks, tasks=tasks, agent=agent, samples=domain["samples"],
-                            seed=self.seed)
+        agent = shlex.quote(str(self.agent()))
+        command = self.domain["outputs"]["agent.jsonl"].replace("{agent}", agent)
+        ranks = self.ranks if "--critic" in self.command else 1      # the longest chain of steps: the others have ended
+        first = dataclasses.replace(self, round=1)                   # all rounds have its tasks and seed
+        return first.step(f"{self.name}.jsonl", command, ranks)
+
+    def step(self, name, command, ranks):
+        """Make an output of the seed by its command; returns its path."""
+        words = shlex.split(self.fill(command))
+        if words[0] not in ("02_rollout.py", "03_train_critic.py"):  # agents are trained side by side
+            ranks = 1
+        if self.size and not name.endswith(".jsonl"):                # critics and agents are trained on so many
+            words += ["--num-trajectories", str(self.size)]
+        out = self.folder / name
+        with locks[out]:
+            run_step(out, words, ranks)
+        return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tables
 
-def report_words(args, domain, points):
-    """The command of 05."""
-    words = ["05_evaluate.py"]
-    flags = domain.get("evaluate", "").split()
+def files_of(points):
+    """Arguments of 05: the dialogues of all agents, and the baseline."""
+    words = []
     for name, runs in points.items():
         paths = ",".join(str(run.folder / f"{name}.jsonl") for run in runs)
         words.append(f"{name}={paths}")
-        if runs[0].arm == "mtdpo" and not runs[0].settings:
-            flags += ["--baseline", name]                            # the last one counts
-    more = "--costs" if args.chain is None else domain["chain"]
-    return [*words, *flags, *words_of(more, args.out), "--overwrite"]
+    baselines = [name for name, runs in points.items() if runs[0].arm == "mtdpo" and not runs[0].settings]
+    if baselines:
+        words += ["--baseline", baselines[-1]]
+    return shlex.join(words)
 
 
-def words_of(command, out):
-    """The words of a command of scripts/arms.toml."""
-    return [word.replace("OUT", str(out)) for word in command.split()]
-
-
-def write_tables(out, points, domain):
+def write_tables(out, points):
     """Write table.csv and tasks.csv of what 05 has evaluated."""
     report = out / "report"
     metrics = json.loads((report / "metrics.json").read_text())
@@ -262,7 +271,7 @@ def write_tables(out, points, domain):
                 "sample": dialogue["sample"],
                 "seed": runs[dialogue.get("run", 0)].seed,           # 05 numbers the files of a name
                 "arm": name,
-                "success": float(domain.eval_score(dialogue)),
+                "success": float(domain_of(dialogue["task"]).eval_score(dialogue)),
                 "rounds": dialogue["num_rounds"]})
     write_csv(out / "table.csv", rows)
     write_csv(out / "tasks.csv", task_rows)
@@ -292,8 +301,9 @@ def write_csv(path, rows):
 
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("arms", nargs="+", metavar="ARM", help="base, or an arm of scripts/arms.toml; ARM@SIZE")
-    parser.add_argument("--domain", default="backend", help="a domain of scripts/arms.toml")
+    parser.add_argument("arms", nargs="*", metavar="ARM",
+                        help="base, or an arm of scripts/recipes.toml; ARM@SIZE; without any: those of run.sh")
+    parser.add_argument("--domain", default="backend", help="a domain of scripts/recipes.toml")
     parser.add_argument("--out", type=pathlib.Path, default="out/study", help="folder to write")
     parser.add_argument("--sizes", type=int, nargs="+", default=[None], help="numbers of dialogues to train on, nested")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14])
@@ -303,22 +313,6 @@ def parse_args(argv=None):
     parser.add_argument("--chain", type=int, metavar="SEED", help="the chain of run.sh with this seed")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="of the domain: num_test=60, say")
     return parser.parse_args(argv)
-
-
-def read_domain(name, changes=()):
-    """A domain of scripts/arms.toml, with the critics; changes: NAME=NUMBER, in place of its own."""
-    domains = tomllib.loads((ROOT / "scripts" / "arms.toml").read_text())
-    critics = domains.pop("critics")
-    if name not in domains:
-        raise InputError(f"--domain {name}: must be one of {', '.join(domains)} (scripts/arms.toml)")
-    domain = {"domain": name, "critics": critics, **domains[name]}
-    domain["arms"]["base"] = {}
-    for change in changes:
-        key, _, number = change.partition("=")
-        if type(domain.get(key)) is not int or not number.isdigit():
-            raise InputError(f"--set {change}: must be NAME=NUMBER, with a number of [{name}] in scripts/arms.toml")
-        domain[key] = int(number)
-    return domain
 
 
 def settings_of(arguments):
@@ -333,10 +327,11 @@ def settings_of(arguments):
 def all_runs(args, domain):
     """The runs of the command line, those of an arm together, a round of all seeds after the other."""
     runs = []
-    for argument in args.arms:
+    arms = arms_of(domain)
+    for argument in args.arms or domain["agents"].split():
         arm, _, size = argument.partition("@")
-        if arm not in domain["arms"]:
-            raise InputError(f"{arm}: no such arm in scripts/arms.toml, which has {', '.join(domain['arms'])}")
+        if arm not in arms:
+            raise InputError(f"{arm}: no such arm in {RECIPES}, which has {', '.join(arms)}")
         sizes, settings, last_round = args.sizes, settings_of(args.grid), args.rounds
         if size:
             sizes = [int(size)]
@@ -355,7 +350,7 @@ def num_devices():
 
 def main(argv=None):
     args = parse_args(argv)
-    domain = read_domain(args.domain, args.set)
+    domain = read_domain(args.domain, args.set, args.split)
     if args.chain is not None:
         args.seeds = [args.chain]
     runs = all_runs(args, domain)
@@ -363,14 +358,20 @@ def main(argv=None):
     for run in runs:
         domain["dialogues"] = max(domain["dialogues"], run.size or 0)
         points.setdefault(run.name, []).append(run)
-    longest_first = sorted(runs, key=lambda run: "critic" not in run.table)
+    domain["num_train"] = domain["dialogues"] // 4
+    domain["files"] = files_of(points)
+    longest_first = sorted(runs, key=lambda run: "--critic" not in run.command)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         ended = pool.map(Run.evaluate, longest_first)
     list(ended)                                                      # raises what a call has raised
-    if args.chain is not None and "gates" in domain:
-        show(run_step(args.out / "gates", words_of(domain["gates"], args.out), threads=2))
-    show(run_step(args.out / "report", report_words(args, domain, points), threads=2))
-    write_tables(args.out, points, DOMAINS[domain["domain"]])
+    commands = {"report": domain["outputs"]["report"]}               # of a study, if it has one of its own
+    if args.chain is not None:
+        commands = domain["chain"]
+    for output in ("gates", "report"):
+        if output in commands:
+            words = shlex.split(runs[0].fill(commands[output]))
+            show(run_step(args.out / output, words, threads=2))
+    write_tables(args.out, points)
 
 
 if __name__ == "__main__":

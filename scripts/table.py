@@ -1,7 +1,8 @@
-"""The table of a study from its outcomes: python scripts/table.py docs/TASKS.csv [BASELINE]
+"""The table of a study from its outcomes: python scripts/table.py docs/data/TASKS.csv.gz [BASELINE]
 
-Reads tasks.csv of scripts/study.py: arm, seed, task_id, family, success and rounds of each dialogue. Prints
-05's table of them: [..] are 95 % intervals by bootstrap over tasks and seeds; "families drawn": over families first."""
+Reads tasks.csv of scripts/study.py, packed or not: arm, seed, task_id, family, success and rounds of each dialogue.
+Prints 05's table of them: [..] are 95 % intervals by bootstrap over tasks and seeds; "families drawn": over families
+first."""
 import csv
 import operator
 import pathlib
@@ -9,18 +10,24 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from colbench.schema import open_lines  # noqa: E402
 from lib import statistics  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
 from lib.runtime import InputError, run_stage  # noqa: E402
 
 
+def read_csv(path):
+    """The rows of a CSV file, which gzip may have packed, as dicts."""
+    with open_lines(path) as file:
+        return list(csv.DictReader(line.decode() for line in file))
+
+
 def read_arms(path):
     """{arm: its dialogues} as lib.statistics takes trajectories."""
     arms = {}
-    with open(path, encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            row |= {"run": int(row["seed"]), "success": float(row["success"]), "task": {"family": row["family"]}}
-            arms.setdefault(row["arm"], []).append(row)
+    for row in read_csv(path):
+        row |= {"run": int(row["seed"]), "success": float(row["success"]), "task": {"family": row["family"]}}
+        arms.setdefault(row["arm"], []).append(row)
     return arms
 
 

@@ -24,8 +24,7 @@ def test_the_chain_evaluates_every_method_and_a_second_call_runs_nothing_again(t
     monkeypatch.chdir(ROOT)
     printed, times = [], []
     for _ in range(2):
-        study.main(["base", "rft", "mtdpo", "sweet", "--chain", "2", "--out", str(tmp_path), "--set", "dialogues=4",
-                    "num_test=2", "max_rounds=6"])
+        study.main(["--chain", "2", "--out", str(tmp_path), "--set", "dialogues=4", "num_test=2", "max_rounds=6"])
         printed.append(capsys.readouterr().out)
         times.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")})
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())

@@ -1,6 +1,5 @@
 """README.md and docs/: their commands are parsed, what they name exists, and the reproduction page runs in small."""
 import contextlib
-import csv
 import functools
 import importlib
 import io
@@ -10,6 +9,7 @@ import re
 import shlex
 import subprocess
 import tempfile
+import tomllib
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from colbench import DOMAINS
 from conftest import call, ROOT
 
 study = importlib.import_module("scripts.study")
+read_csv = importlib.import_module("scripts.table").read_csv
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text()
          for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
@@ -86,14 +87,14 @@ def flags_of(name):
 
 
 def check_command(name, words):
-    """A command of a page is parsed by its program; a study's arms are those of scripts/arms.toml."""
+    """A command of a page is parsed by its program; a study's arms are those of scripts/recipes.toml."""
     if name.endswith(".sh"):
         assert {word for word in words if word.startswith("--")} <= flags_of(name)
     elif hasattr(program_of(name), "parse_args"):
         args = program_of(name).parse_args(words)
         if name == "scripts/study.py":
             domain = study.read_domain(args.domain, args.set)
-            domain["arms"]["mine"] = domain["arms"]["sweet"]         # the reader's
+            domain["outputs"]["mine"] = "--method sweet"             # the reader's
             assert study.all_runs(args, domain)
 
 
@@ -174,6 +175,13 @@ def test_the_changes_that_fork_md_shows_do_what_it_says():
     assert grpo["discounted_advantages"]([1.0, 0.0], [2, 1], ["a", "a"], gamma=0.5) == [[0.5, 1.0], [-1.0]]
 
 
+def test_the_arm_that_fork_md_adds_names_what_there_is():
+    [arm] = re.findall(r"```toml\n(.*?)```", PAGES["docs/fork.md"], re.DOTALL)
+    domain = study.read_domain("backend")
+    assert set(re.findall(r"{([\w.-]+)}", arm)) <= {*domain, *domain["outputs"]}
+    assert tomllib.loads(arm)["mine"].split()[:4] == ["-m", "examples.mine", "--method", "sweet"]
+
+
 def test_pairs_as_trl_takes_them(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -209,21 +217,20 @@ def test_the_readme_is_short_and_the_number_of_attacks_is_right():
 
 
 def table_of(name):
-    with open(ROOT / "docs" / f"{name}.csv", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv(ROOT / "docs" / "data" / f"{name}.csv")
 
 
 @pytest.mark.parametrize("name", ["seeds", "efficiency", "rounds_320", "rounds_sql_320"])
 def test_the_pages_show_the_figures_of_the_pictures(name):
     """Each mean with its interval, or the means of a method's rounds."""
-    figures, rounds = [], {"mtdpo": [], "sweet": []}
+    figures, rounds = [], {}
     for row in table_of(name):
         mean, low, high = (f"{float(row[key] or 0):.3f}".removeprefix("0") for key in ("success", "low", "high"))
         if name.startswith("rounds"):
-            rounds[row["method"]].append(mean)
+            rounds.setdefault(row["method"], []).append(mean)
         elif row["low"]:
             figures.append(f"{mean} [{low}, {high}]")
-    figures += [" ".join(means) for means in rounds.values() if means]
+    figures += [" ".join(means) for means in rounds.values()]
     text = "\n".join(PAGES.values()).replace("*", "").replace(" | ", " ")
     assert len(figures) >= 2 and [line for line in figures if line not in text] == []
 

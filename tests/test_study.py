@@ -21,7 +21,7 @@ from lib.runtime import InputError
 
 change_c, plot, study, table = (importlib.import_module(f"scripts.{name}")
                                 for name in ("change_c", "plot", "study", "table"))
-CHAIN = ["base", "rft", "mtdpo", "sweet"]
+SWEET = {"backend": "sweet", "sql": "sweet-answers", "frontend": "paper"}      # that run.sh compares
 INPUTS = "trajectories", "tasks", "critic", "candidates", "agent", "gates", "model"
 NO_FILES = None, False, "untrained", "models/tiny", "models/tiny_sql", "models/tiny_pages", "out/real/base/model"
 
@@ -60,7 +60,8 @@ def write_report(folder, files):
                "costs": {"trained_tokens": 10, "generated_tokens": 20}}
     (folder / "metrics.json").write_text(json.dumps(dict.fromkeys(files, metrics)))
     for name, paths in files.items():
-        row = {"task_id": "a", "task": {"family": "f"}, "sample": 1, "reward": 1}
+        task = {"family": "f", "problem_description": "", "ground_truth": "", "test_cases": {"test1": "f()"}}
+        row = {"task_id": "a", "task": task, "sample": 1, "reward": 1}
         rows = [row | {"run": 0, "sample": 0, "reward": 0, "num_rounds": 3}]
         rows += [row | {"run": run, "num_rounds": 3 + run} for run in range(len(paths))]
         write(folder / "scored" / f"{name}.jsonl", rows)
@@ -85,28 +86,30 @@ def call(tmp_path, monkeypatch):
 @pytest.mark.parametrize("domain, base, num_train, rounds", [
     ("backend", "models/tiny", 80, 8), ("sql", "models/tiny_sql", 80, 8), ("frontend", "models/tiny_pages", 120, 4)])
 def test_the_chain_of_each_domain(call, monkeypatch, domain, base, num_train, rounds):
-    commands = call(*CHAIN, "--chain", "3", "--domain", domain)
-    expected = {"train.jsonl", "test.jsonl", "offline.jsonl", "critic", "sweet", "rft", "mtdpo", "base.jsonl",
-                "rft.jsonl", "mtdpo.jsonl", "sweet.jsonl", "report"} | ({"gates"} if domain != "frontend" else set())
+    commands = call("--chain", "3", "--domain", domain)
+    sweet = SWEET[domain]
+    agents = ["base", "rft", "mtdpo", sweet]
+    expected = {"train.jsonl", "test.jsonl", "offline.jsonl", "critic", "report", *agents[1:]}
+    expected |= {f"{name}.jsonl" for name in agents} | ({"gates"} if domain != "frontend" else set())
     assert {name.removeprefix("o/") for name in commands} == expected
     train, test, report = commands["o/train.jsonl"], commands["o/test.jsonl"], commands["o/report"]
     assert (train["num_tasks"], train["seed"]) == (num_train, 3)
     assert (test["num_tasks"], test["seed"]) == (50 if domain == "frontend" else 300, 1000)
     assert {name for name, command in commands.items() if command["ranks"] == 2} == {
-        "o/offline.jsonl", "o/critic", "o/sweet.jsonl"}
-    for name in ("critic", "rft", "mtdpo", "sweet"):
+        "o/offline.jsonl", "o/critic", f"o/{sweet}.jsonl"}
+    for name in ("critic", *agents[1:]):
         command = commands[f"o/{name}"]
         assert (command["model"], command["seed"], command["num_trajectories"]) == (base, 3, None)
     played = [command for command in commands.values() if command["stage"] == "02"]
     assert {command["max_rounds"] for command in played} == {rounds}
     assert [command["samples"] for command in played].count(4) == 1 and len(played) == 5
-    assert list(dict(report["files"])) == CHAIN
-    assert (report["baseline"], report["critic"], report["candidates"]) == ("mtdpo", "o/critic", "o/sweet")
-    assert report["reference_sees_c"] == commands["o/sweet"]["reference_sees_c"]           # scored as candidates were
+    assert list(dict(report["files"])) == agents
+    assert (report["baseline"], report["critic"], report["candidates"]) == ("mtdpo", "o/critic", f"o/{sweet}")
+    assert report["reference_sees_c"] == commands[f"o/{sweet}"]["reference_sees_c"]        # scored as candidates were
     assert {command["similarity"] for command in [report, *played]} == {
         "pixels" if domain == "frontend" else "clip"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")                  # one GPU has one rank
-    assert {command["ranks"] for command in call("base", "sweet", "--chain", "0", "--domain", domain).values()} == {1}
+    assert {command["ranks"] for command in call("base", sweet, "--chain", "0", "--domain", domain).values()} == {1}
 
 
 def write_program(path, text):
@@ -137,13 +140,13 @@ def test_run_sh_passes_its_variables_on(tmp_path):
             ("0", {}, "--chain 0 --domain sql --out out/sql ")):
         process = subprocess.run(["bash", "run.sh", "--domain", "sql", words], cwd=tmp_path, text=True,
                                  capture_output=True, env={"PATH": os.environ["PATH"], **variables})
-        assert process.stdout == f"scripts/study.py base rft mtdpo sweet {printed}"
+        assert process.stdout == f"scripts/study.py {printed}"
 
 
 # --- studies
 
 def test_arms_of_a_seed_and_size_share_dialogues_critics_and_candidates(call):
-    arms = ["mtdpo", "tenth", "sweet", "printed", "blind", "untrained"]
+    arms = ["mtdpo", "tenth", "sweet", "paper", "blind", "untrained"]
     commands = call(*arms, "mtdpo@1600", "--sizes", "80", "320", "--seeds", "10", "11")
     for seed in (10, 11):
         folder = f"o/seed{seed}"
@@ -188,7 +191,8 @@ def test_each_round_goes_on_with_the_agent_of_the_one_before(call, monkeypatch):
             (f"o/seed3/{arm}@2", 2003, f"o/seed3/{arm}@3-offline.jsonl")]
         assert [policy["lr"] for policy in policies] == ([3e-5, 1e-5, 1e-5] if arm == "sweet" else [3e-4, 1e-4, 1e-4])
         again = commands[f"o/seed3/{arm}@2-offline.jsonl"]
-        assert (again["agent"], again["seed"], again["tasks"]) == (f"o/seed3/{arm}@1", 1003, "o/seed3/train@2.jsonl")
+        assert (again["agent"], again["seed"], again["tasks"]) == (
+            f"o/seed3/{arm}@1", 1003, f"o/seed3/{arm}@2-train.jsonl")
     critic = commands["o/seed3/sweet@3-critic"]                                # of all dialogues, from the last agent
     assert (critic["model"], critic["trajectories"]) == ("o/seed3/sweet@2", "o/seed3/sweet@3-all.jsonl")
     names = list(dict(commands["o/report"]["files"]))
@@ -200,7 +204,7 @@ def test_each_round_goes_on_with_the_agent_of_the_one_before(call, monkeypatch):
     assert os.stat(critic["trajectories"]).st_mtime == 1                       # no newer file, so no critic again
     words = ["exchanged", "--rounds", "2", "--seeds", "3"]                     # of the same dialogues as sweet's
     commands = call(*words)
-    assert commands["o/seed3/exchanged@2-critic"]["trajectories"] == "o/seed3/exchanged@2-all.jsonl"
+    assert commands["o/seed3/exchanged@2-critic-exchanged"]["trajectories"] == "o/seed3/exchanged@2-all.jsonl"
     assert commands["o/seed3/exchanged@2"]["trajectories"] == "o/seed3/exchanged@2-offline-exchanged.jsonl"
     assert commands["o/seed3/exchanged@2"]["candidates"] is None               # those of sweet are of another model
     for name in ("offline", "exchanged@2-offline"):                            # the c that it ranks by
@@ -218,24 +222,20 @@ CRITICS = {                     # of the arm of this name (all-no-c has no-c's)
 
 @pytest.mark.parametrize("domain", ["backend", "sql", "frontend", "real"])
 def test_every_arm_of_the_table_plays(call, domain):
-    arms = [arm for arm in study.read_domain(domain)["arms"] if arm != "base"]
-    commands = call(*arms, "--domain", domain, "--seeds", "1", "--set", "num_test=7", "samples=1")
+    arms = study.arms_of(study.read_domain(domain))[1:]
+    commands = call(*arms, "--domain", domain, "--seeds", "1", "--set", "num_test=7", "samples=1", "dialogues=3200")
     assert {f"o/seed1/{arm}" for arm in arms} <= set(commands)
     for arm in arms:
         if (name := arm.removeprefix("all-")) in CRITICS:
             assert commands[f"o/seed1/{arm}"]["critic"] == f"o/seed1/critic-{name}"
             assert commands[f"o/seed1/critic-{name}"].items() >= {CRITICS[name]}
     assert commands[f"o/seed1/{arms[0]}.jsonl"]["samples"] == 1 and commands["o/seed1/test.jsonl"]["num_tasks"] == 7
+    assert commands["o/seed1/mtdpo"]["epochs"] == (2 if domain in ("backend", "sql") else 1)         # of many dialogues
 
 
 def rows_of(path):
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_many_dialogues_have_settings_of_their_own(call):
-    commands = call("mtdpo", "--set", "dialogues=3200", "--seeds", "5")        # another --sizes: see above
-    assert commands["o/seed5/mtdpo"]["epochs"] == 2
 
 
 def test_the_tables(call):
@@ -282,12 +282,44 @@ def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path):
 def test_what_is_unknown_is_refused():
     number = "must be NAME=NUMBER, with a number of [backend]"
     for words, line in (("sweet --domain pages", "--domain pages: must be one of backend, sql, frontend, real"),
-                        ("mine", "mine: no such arm in scripts/arms.toml, which has rft, mtdpo, sweet"),
+                        ("mine", "mine: no such arm in scripts/recipes.toml, which has base, rft, mtdpo, sweet"),
                         ("rft --set dialogs=3", f"--set dialogs=3: {number}"),
                         ("rft --set num_test=few", f"--set num_test=few: {number}"),
                         ("rft --set base=3", f"--set base=3: {number}"),
-                        ("rft --set gates=1", f"--set gates=1: {number}")):
+                        ("rft --set chain=1", f"--set chain=1: {number}")):
         assert refused(study, *words.split()).startswith(line)
+
+
+OWN = """[mine]
+agents = "base new"
+base = "models/tiny"
+dialogues = 40
+[mine.chain]
+"train.jsonl" = "01_generate_tasks.py --num-tasks {num_train} --seed {seed}"
+"offline.jsonl" = "02_rollout.py --tasks {train.jsonl} --agent {model}"
+new = "04_train_policy.py --method rft --trajectories {offline.jsonl} --model {model}"
+"test.jsonl" = "01_generate_tasks.py --split test"
+"agent.jsonl" = "02_rollout.py --tasks {tasks} --agent {agent}"
+report = "05_evaluate.py {files}"
+"""
+
+
+def test_a_table_of_one_s_own_and_what_it_lacks(call, tmp_path, monkeypatch):
+    recipes = tmp_path / "recipes"
+    monkeypatch.setattr(study, "RECIPES", str(recipes))
+    recipes.write_text(OWN)
+    commands = call("--domain", "mine", "--chain", "1")
+    assert commands["o/train.jsonl"]["num_tasks"] == 10 and commands["o/new.jsonl"]["agent"] == "o/new"
+    assert "o/report" in call("new", "--domain", "mine", "--seeds", "1", "2")
+    for key in ("agents", "base", "dialogues", '"test.jsonl"', '"offline.jsonl"', '"agent.jsonl"', "report"):
+        recipes.write_text("".join(line for line in OWN.splitlines(True) if not line.startswith(f"{key} =")))
+        name = key.strip('"')
+        assert refused(study, "--domain", "mine", "--chain", "1") == (
+            f"{recipes}: [mine] needs {name}, and has no key or output of this name")
+    recipes.write_text(OWN)
+    assert refused(study, "--domain", "mine", "--split", "validation").startswith(f"{recipes}: [mine] needs validation")
+    recipes.write_text(f"{OWN}broken")
+    assert refused(study, "--domain", "mine").startswith(f"{recipes}: Expected '='")
 
 
 def test_a_failed_step_shows_its_last_lines_and_is_no_output(tmp_path, capfd):
@@ -309,7 +341,8 @@ def test_a_finished_step_is_not_run_again_but_with_other_words_or_newer_files(tm
         assert study.run_step(out, [*command, *more], threads=2) == "1\n2\n"           # of the last run alone
         printed = capfd.readouterr().out
         assert not printed or printed.endswith(" s  2\n")            # its last line
-        return f"begins (log: {out}.log)" in printed
+        assert (f"begins (log: {out}.log)" in printed) == ("    python -c 'import os" in printed)     # to be copied
+        return bool(printed)
     assert has_run() and not has_run()
     assert has_run("--more") and not has_run("--more")
     out.unlink()
