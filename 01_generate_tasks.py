@@ -120,9 +120,9 @@ def write_model_tasks(sampler, texts, scorers, writing, run, output):
             num_more = max(writing.num_tasks - len(tasks), writing.concurrency)
             num_attempts = min(num_attempts + num_more, writing.max_attempts)
             rows = RowFile(output.path, run)                            # with those that are there already
-            failures = add_rows(rows, range(num_attempts), make_row, writing.concurrency, run, execute=runner.run)
+            failures = add_rows(rows, range(num_attempts), make_row, writing.concurrency, execute=runner.run)
             if failures:
-                finish_rows(rows, num_attempts, failures, run)
+                finish_rows(rows, num_attempts, failures)
             attempts, tasks = kept_tasks(rows, num_attempts, writing.num_tasks)
     runtime.barrier()                                                   # all have read the attempts
     finish_tasks(output.path, attempts, tasks, writing)
@@ -340,7 +340,7 @@ def main(argv=None):
         sampler = open_sampler(args.model, run.device, args.dtype, args.concurrency, room)
         output.begin()
         scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
-        writing = Writing(**{name: vars(args)[name] for name in Writing._fields})
+        writing = flags.pick(Writing, vars(args))
         return write_model_tasks(sampler, texts, scorers, writing, run, output)
     if output:
         output.begin()

@@ -519,7 +519,7 @@ def main(argv=None):
         tasks = data.read_tasks(args.tasks)
     domain = domain_of(tasks[0])
     args.simulator_max_new_tokens = args.simulator_max_new_tokens or domain.REPLY_TOKENS
-    settings = Settings(**{name: vars(args)[name] for name in Settings._fields})
+    settings = flags.pick(Settings, vars(args))
     check_players(tasks, domain, settings, args.tasks)
     system = read_text(args.system_prompt) if args.system_prompt else None
     inputs = [args.tasks, *model_names(settings).values(), args.critic, args.agent_tokenizer, args.system_prompt]
@@ -566,10 +566,10 @@ def main(argv=None):
             name = row["task_id"], branch_name(row["branch"])
             players.first_turns[name] = row["dialogue_history"][row["branch"]["turn"]]
     with players.environment:
-        failures = add_rows(rows, dialogues, functools.partial(make_row, players=players), args.concurrency, run, group)
+        failures = add_rows(rows, dialogues, functools.partial(make_row, players=players), args.concurrency, group)
     tokens = say_totals(len(dialogues) - len(rows.done), players, begin_s)
     output.add_costs(generated_tokens=tokens)
-    finish_rows(rows, len(dialogues), failures, run)
+    finish_rows(rows, len(dialogues), failures)
     if run.rank == 0:
         say(summary(args.out))
 

@@ -112,10 +112,6 @@ class Sampling(NamedTuple):
     seed: int
     concurrency: int                                                 # candidates in flight per rank
 
-    @classmethod
-    def of(cls, flags):
-        return cls(**{name: flags[name] for name in cls._fields})
-
 
 def read_states(trajectories, tokenizer, data_frac, seed):
     """The states of all agent turns of a share of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
@@ -205,9 +201,9 @@ def sample_candidates(states, sampler, sampling, job):
     rows = RowFile(job.output.path / "candidates.jsonl", job.run)
     slots = max(sampling.num_candidates, sampling.concurrency)
     in_flight = 2 * math.ceil(slots / sampling.num_candidates)       # states; half of them wait, so that no slot idles
-    failures = add_rows(rows, states, make_row, in_flight, job.run)
+    failures = add_rows(rows, states, make_row, in_flight)
     job.output.add_costs()
-    finish_rows(rows, len(states), failures, job.run)
+    finish_rows(rows, len(states), failures)
     states = read_rows(rows.out)                                     # some perhaps of a run that was killed
     num_tokens = sum(len(candidate["ids"]) for state in states for candidate in state["candidates"])
     job.output.add_costs(generated_tokens=num_tokens)
@@ -239,7 +235,7 @@ def score_candidates(rows, critic, job, score=score_rows):
         if job.run.rank == 0:
             for number, row, advantages in zip(numbers, block, scores, strict=True):
                 scored.add(number, {**row, "advantages": advantages})
-    finish_rows(scored, len(rows), [], job.run)
+    finish_rows(scored, len(rows), [])
     job.output.add_costs()
     critic.free()                                                    # before the policy is loaded
     gc.collect()
@@ -539,7 +535,7 @@ def main(argv=None):
         critic = open_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
         states = read_states(trajectories, tokenizer, args.data_frac, args.seed)
         states = fitting_states(states, tokenizer, critic, args.max_new_tokens, job)
-        sampling = Sampling.of(vars(args))
+        sampling = flags.pick(Sampling, vars(args))
         rows = find_candidates(args.candidates, states, sampling, job)
         sampler = None if rows else open_candidate_sampler(states, tokenizer, args.sampler, sampling, job)
         job.output.begin()

@@ -134,7 +134,7 @@ def main(argv=None):
     # as in 04, but for what scores candidates
     states = policy.read_states(trajectories, tokenizer, args.data_frac, args.seed)
     states = policy.fitting_states(states, tokenizer, critic, args.max_new_tokens, job)
-    sampling = policy.Sampling.of(vars(args))
+    sampling = flags.pick(policy.Sampling, vars(args))
     rows = policy.find_candidates(args.candidates, states, sampling, job)
     sampler = None if rows else policy.open_candidate_sampler(states, tokenizer, args.sampler, sampling, job)
     job.output.begin()

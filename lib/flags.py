@@ -40,6 +40,11 @@ def set_preset(parser, presets, argv):
     parser.set_defaults(**presets.get(first.parse_known_args(argv)[0].preset, {}))
 
 
+def pick(kind, flags):
+    """The flags that go together in a NamedTuple `kind`. flags: all of a stage, {name: value}."""
+    return kind(**{name: flags[name] for name in kind._fields})
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # types of flags: finite numbers with bounds, texts that are not empty
 

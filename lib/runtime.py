@@ -214,6 +214,7 @@ class RowFile:
 
     def __init__(self, out, runtime):
         self.out = pathlib.Path(out)
+        self.runtime = runtime
         self.path = self.out.with_name(f"{self.out.name}.partial.{runtime.rank}of{runtime.world_size}")
         if runtime.rank == 0:
             for path in partial_files(self.out):                     # without the line that a kill has cut

@@ -197,7 +197,7 @@ async def make_rows(rows, make_row, waiting, concurrency, progress):
     return failures
 
 
-def add_rows(rows, items, make_row, concurrency, runtime, group=1, execute=asyncio.run):
+def add_rows(rows, items, make_row, concurrency, group=1, execute=asyncio.run):
     """Make the rows that a RowFile lacks, `concurrency` at a time on each rank: one that is made gives its
     place to the next. Returns why rows of any rank have failed, a line each, for finish_rows.
 
@@ -210,17 +210,17 @@ def add_rows(rows, items, make_row, concurrency, runtime, group=1, execute=async
 
     A row that has no reply (ReplyError) is left out. After many of them in a row a rank begins no further one."""
     missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
-    groups = set(sorted({number // group for number, _ in missing})[runtime.rank::runtime.world_size])
+    groups = set(sorted({number // group for number, _ in missing})[rows.runtime.rank::rows.runtime.world_size])
     mine = [(number, item) for number, item in missing if number // group in groups]
-    with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=runtime.rank > 0) as progress:
+    with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=rows.runtime.rank > 0) as progress:
         failures = execute(make_rows(rows, make_row, iter(mine), concurrency, progress))
     return sum(gather(failures), [])
 
 
-def finish_rows(rows, num_rows, failures, runtime):
+def finish_rows(rows, num_rows, failures):
     """Finish a file of rows. Where any have failed, all ranks end with status 2; the same command makes what is missing
     then."""
-    if runtime.rank == 0 and not failures:
+    if rows.runtime.rank == 0 and not failures:
         rows.finish(num_rows)
     barrier()                                                        # a rank that leaves early would end the others
     if failures:

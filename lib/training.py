@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lib import runtime
+from lib.flags import pick
 from lib.load import save_model, Sharding, whole_tensor
 from lib.runtime import barrier, InputError, is_main, open_track, say
 from lib.scorer import item_length, load_scorer, Scorer
@@ -54,8 +55,8 @@ class Job:
         self.output = runtime.Output(flags["out"], flags, [flags["trajectories"], flags["model"], *inputs], folder=True)
         self.path = flags["trajectories"]
         self.model = flags["model"]
-        self.schedule = Schedule(**{name: flags[name] for name in Schedule._fields})
-        self.loss_weights = LossWeights(**{name: flags[name] for name in LossWeights._fields})
+        self.schedule = pick(Schedule, flags)
+        self.loss_weights = pick(LossWeights, flags)
         self.sharding = Sharding(flags["dtype"], flags["activation_checkpointing"], flags["seed"], flags["compile"])
         self.max_length = flags["max_length"]
         self.max_tokens = flags["max_tokens"]

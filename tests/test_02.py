@@ -16,6 +16,7 @@ from colbench.dialogue import UNCLEAR
 from conftest import BASE, begin, call, killed, Partial, read, refused, stage, succeed, turns, write
 from lib.data import read_trajectories
 from lib.engine import Engine
+from lib.flags import pick
 from lib.load import load_tokenizer
 from lib.sampling import Sampler
 from lib.servers import Reply, ReplyError
@@ -49,8 +50,7 @@ def test_trajectories_follow_the_protocol(workspace, tiny):
 
 def players(*flags, **samplers):
     args = vars(rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", *map(str, flags)]))
-    settings = rollout.Settings(**{name: args[name] for name in rollout.Settings._fields})
-    return rollout.Players(settings, backend.Environment(), **samplers)
+    return rollout.Players(pick(rollout.Settings, args), backend.Environment(), **samplers)
 
 
 def says(say, prompt=None):
