@@ -209,10 +209,11 @@ def add_rows(rows, items, make_row, concurrency, group=1, execute=asyncio.run):
     execute: runs a coroutine; of an asyncio.Runner where this is called again, as a server's client needs.
 
     A row that has no reply (ReplyError) is left out. After many of them in a row a rank begins no further one."""
+    run = rows.runtime
     missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
-    groups = set(sorted({number // group for number, _ in missing})[rows.runtime.rank::rows.runtime.world_size])
+    groups = set(sorted({number // group for number, _ in missing})[run.rank::run.world_size])
     mine = [(number, item) for number, item in missing if number // group in groups]
-    with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=rows.runtime.rank > 0) as progress:
+    with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=run.rank > 0) as progress:
         failures = execute(make_rows(rows, make_row, iter(mine), concurrency, progress))
     return sum(gather(failures), [])
 

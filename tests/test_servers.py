@@ -350,8 +350,8 @@ def test_what_ids_must_be():
 def write_rows(out, items, make_row, concurrency):
     runtime = start(0)
     rows = RowFile(out, runtime)
-    failures = add_rows(rows, items, make_row, concurrency, runtime)
-    finish_rows(rows, len(items), failures, runtime)
+    failures = add_rows(rows, items, make_row, concurrency)
+    finish_rows(rows, len(items), failures)
     return read(out)
 
 
@@ -364,7 +364,7 @@ def test_what_is_missing_is_shared_out_evenly_in_groups(tmp_path):
         runtime = start(0)._replace(rank=rank, world_size=2)
         rows = RowFile(tmp_path / "out", runtime)
         rows.done = {number for number in range(24) if number // 3 % 2}        # all of what was rank 1's
-        add_rows(rows, range(24), make_row, 1, runtime, group=3)
+        add_rows(rows, range(24), make_row, 1, group=3)
     assert made == [0, 1, 2, 12, 13, 14, 6, 7, 8, 18, 19, 20]
 
 
