@@ -33,11 +33,11 @@ from lib.load import (
 from lib.runtime import barrier, gather, InputError, is_main, say
 
 # ---------------------------------------------------------------------------------------------------------------------
-# rows of tokens
+# sequences of tokens
 
-# A row of tokens.
+# A sequence of tokens, with the actions in it.
 # ids             token ids
-# action_ids        of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
+# action_ids      of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
 #                 simulator, c). An action is what gets one log-probability: an agent's turn (critics, rft, sft), a
 #                 candidate (sweet), a whole dialogue (mtdpo: as_one_action); in examples/grpo.py a single token
 # prompt_length   None or, for a tree, the number of its prompt's tokens: several actions continue one prompt, which is
@@ -46,17 +46,17 @@ Sequence = namedtuple("Sequence", "ids action_ids prompt_length", defaults=(None
 
 
 def without_trees(item):
-    """The item with a row for each action of a tree."""
-    rows = []
-    for row in item:
-        if row.prompt_length is None:
-            rows.append(row)
+    """The item with a sequence for each action of a tree."""
+    sequences = []
+    for sequence in item:
+        if sequence.prompt_length is None:
+            sequences.append(sequence)
             continue
-        prompt = row.ids[:row.prompt_length]
-        for number in range(1 + max(row.action_ids)):
-            action = [token for token, turn_id in zip(row.ids, row.action_ids) if turn_id == number]
-            rows.append(Sequence(prompt + action, [-1] * len(prompt) + [number] * len(action)))
-    return rows
+        prompt = sequence.ids[:sequence.prompt_length]
+        for number in range(1 + max(sequence.action_ids)):
+            action = [token for token, action_id in zip(sequence.ids, sequence.action_ids) if action_id == number]
+            sequences.append(Sequence(prompt + action, [-1] * len(prompt) + [number] * len(action)))
+    return sequences
 
 
 def items_of(examples):
@@ -65,46 +65,46 @@ def items_of(examples):
 
 
 def item_length(item):
-    """The number of tokens of the longest row of an item."""
-    return max(len(row.ids) for row in item)
+    """The number of tokens of the longest sequence of an item."""
+    return max(len(sequence.ids) for sequence in item)
 
 
-def num_positions(row):
-    """How many positions a row needs: one a token; for a tree, those of its prompt and its longest action."""
-    if row.prompt_length is None:
-        return len(row.ids)
-    return row.prompt_length + max(collections.Counter(row.action_ids[row.prompt_length:]).values())
+def num_positions(sequence):
+    """How many positions a sequence needs: one a token; for a tree, those of its prompt and its longest action."""
+    if sequence.prompt_length is None:
+        return len(sequence.ids)
+    return sequence.prompt_length + max(collections.Counter(sequence.action_ids[sequence.prompt_length:]).values())
 
 
 def num_actions(item):
-    return 1 + max(max(row.action_ids) for row in item)
+    return 1 + max(max(sequence.action_ids) for sequence in item)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # batches
 #
-# In shapes: R rows, T tokens of the longest, B items, M most actions of an item, N action tokens, P pairs, H hidden
-# size, V vocabulary
+# In shapes: R rows (sequences), T tokens of the longest, B items, M most actions of an item, N action tokens, P pairs,
+# H hidden size, V vocabulary
 
 Batch = namedtuple("Batch", "ids positions action_ids previous item_index lengths action_tokens mask")
 
 
 def collate(items, device="cpu"):
-    """Pad items (each a list of rows) on the right to one Batch:
+    """Pad items (each a list of sequences) on the right to one Batch:
 
     ids             (R, T) token ids, 0 where padded
     positions       (R, T) position of each token; a tree's actions all begin where its prompt ends
-    action_ids        (R, T) as of Sequence, -1 where padded
+    action_ids      (R, T) as of Sequence, -1 where padded
     previous        (R, T) place of the token before; for the first token of a tree's action, of the prompt's last
     item_index      (R,)   the item of each row
     lengths         (B, M) number of tokens of each item's actions, 0 where it has no such action
     action_tokens   (2, N) row and place of each token of an action
     mask            None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)"""
-    rows = [row for item in items for row in item]
+    sequences = [sequence for item in items for sequence in item]
     item_index = [number for number, item in enumerate(items) for _ in item]
     # Of a list of 2,000 numbers NumPy makes an array in a fifth of the time that torch takes.
-    ids = pad_sequence([torch.from_numpy(np.array(row.ids)) for row in rows], batch_first=True)
-    action_ids = [torch.from_numpy(np.array(row.action_ids)) for row in rows]
+    ids = pad_sequence([torch.from_numpy(np.array(sequence.ids)) for sequence in sequences], batch_first=True)
+    action_ids = [torch.from_numpy(np.array(sequence.action_ids)) for sequence in sequences]
     action_ids = pad_sequence(action_ids, batch_first=True, padding_value=-1)
     padding = 0, width_padding(ids.shape[1], device)
     ids, action_ids = F.pad(ids, padding), F.pad(action_ids, padding, value=-1)
@@ -113,35 +113,35 @@ def collate(items, device="cpu"):
     previous = positions - 1
     most_actions = 1 + action_ids.max().item()
     lengths = torch.zeros(len(items), most_actions)
-    for r, row in enumerate(rows):
-        is_action = action_ids[r] >= 0                                                      # (T,)
+    for r, sequence in enumerate(sequences):
+        is_action = action_ids[r] >= 0                                                    # (T,)
         numbers = action_ids[r, is_action]
-        counts = torch.bincount(numbers, minlength=most_actions)                       # (M,)
+        counts = torch.bincount(numbers, minlength=most_actions)                          # (M,)
         lengths[item_index[r]] += counts
-        if row.prompt_length is not None:                # a tree: its actions lie in the order of their numbers
-            begins = row.prompt_length + counts.cumsum(0) - counts                        # (M,) where actions begin
-            positions[r, is_action] += row.prompt_length - begins[numbers]
-            previous[r, begins[counts > 0]] = row.prompt_length - 1
-            positions[r, len(row.ids):] = 0              # padding of a row that is longer than the model has positions
+        if sequence.prompt_length is not None:           # a tree: its actions lie in the order of their numbers
+            begins = sequence.prompt_length + counts.cumsum(0) - counts                   # (M,) where actions begin
+            positions[r, is_action] += sequence.prompt_length - begins[numbers]
+            previous[r, begins[counts > 0]] = sequence.prompt_length - 1
+            positions[r, len(sequence.ids):] = 0         # padding, which may be longer than the model has positions
     action_tokens = (action_ids >= 0).nonzero().t()       # here: a GPU would have to end all work before it knew N
     action_ids = action_ids.to(device)
     tensors = [ids, positions, action_ids, previous, torch.tensor(item_index), lengths, action_tokens]
     tensors = [tensor.to(device) for tensor in tensors]
-    return Batch(*tensors, tree_mask(rows, action_ids))
+    return Batch(*tensors, tree_mask(sequences, action_ids))
 
 
-def tree_mask(rows, action_ids):
-    """Which tokens (fourth axis) each token (third) of a batch sees, (R, 1, T, T) bool. None where no row is a tree.
+def tree_mask(sequences, action_ids):
+    """Which tokens (fourth axis) each token (third) of a batch sees, (R, 1, T, T) bool; None where none is a tree.
 
     In a tree these are the tokens before it of its own action and of the prompt; else all tokens before it.
     action_ids: (R, T), as of collate."""
-    is_tree = torch.tensor([row.prompt_length is not None for row in rows])               # (R,)
+    is_tree = torch.tensor([sequence.prompt_length is not None for sequence in sequences])  # (R,)
     if not is_tree.any():
         return None
-    places = torch.arange(action_ids.shape[1], device=action_ids.device)                      # (T,)
-    lengths = torch.tensor([len(row.ids) for row in rows], device=action_ids.device)        # (R,)
+    places = torch.arange(action_ids.shape[1], device=action_ids.device)                  # (T,)
+    lengths = torch.tensor([len(sequence.ids) for sequence in sequences], device=action_ids.device)  # (R,)
     is_token = places < lengths[:, None]                                                  # (R, T)
-    branches = action_ids.where(is_tree.to(action_ids.device)[:, None], -1)                   # (R, T)
+    branches = action_ids.where(is_tree.to(action_ids.device)[:, None], -1)               # (R, T)
     is_prompt = branches[:, None, :] == -1                                                # (R, 1, T)
     same_branch = branches[:, None, :] == branches[:, :, None]                            # (R, T, T)
     is_before = places <= places[:, None]                                                 # (T, T)
@@ -200,9 +200,9 @@ class Scorer(torch.nn.Module):
         """There is none."""
 
     def check_positions(self, items):
-        """TooLong where a row goes on for more tokens than the model takes."""
+        """TooLong where a sequence goes on for more tokens than the model takes."""
         most = most_positions(self.model.config)
-        longest = max((num_positions(row) for item in items for row in item), default=0)
+        longest = max((num_positions(sequence) for item in items for sequence in item), default=0)
         if longest > most:
             raise TooLong(f"{self.model.name_or_path}: takes {most:,.0f} tokens, and a prompt with its action has up "
                           f"to {longest:,} (with c, for a critic); in training --max-length leaves out what is longer")
@@ -349,7 +349,7 @@ def action_outputs(scorer, items, max_tokens):
         # Ranks gather layers together, so all make equally many passes: a rank without a chunk repeats the last one.
         chunk = chunks[min(first + rank, len(chunks) - 1)]
         with torch.no_grad():
-            values = scorer(scorer.collate([items[i] for i in chunk], scorer.model.device)).cpu()      # (B, M)
+            values = scorer(scorer.collate([items[i] for i in chunk], scorer.model.device)).cpu()  # (B, M)
         for i, item_values in zip(chunk, values):
             outputs[i] = item_values[:num_actions(items[i])].clone()
     scorer.train(was_training)
@@ -369,7 +369,7 @@ def action_lengths(items):
     """How many tokens the actions of items have, (B, M); 0 where an item has no such action."""
     lengths = []
     for item in items:
-        action_ids = torch.tensor([number for row in item for number in row.action_ids])
+        action_ids = torch.tensor([number for sequence in item for number in sequence.action_ids])
         lengths.append(torch.bincount(action_ids[action_ids >= 0]))
     return padded(lengths)
 

@@ -67,9 +67,9 @@ class Job:
         return load_scorer(name, self.run, self.sharding, lora, kind)
 
     def fitting_numbers(self, examples):
-        """The numbers of the examples whose rows all have at most --max-length tokens; says how many have not.
+        """The numbers of the examples whose sequences all have at most --max-length tokens; says how many have not.
         InputError where all are longer."""
-        numbers = [i for i, example in enumerate(examples) if longest_row(example) <= self.max_length]
+        numbers = [i for i, example in enumerate(examples) if longest_sequence(example) <= self.max_length]
         num_long = len(examples) - len(numbers)
         if not numbers:
             raise InputError(f"{self.path}: no examples to train on: all {num_long:,} are longer than --max-length "
@@ -79,25 +79,25 @@ class Job:
         return numbers
 
 
-def longest_row(example):
-    """The number of tokens of the longest row of an example (common.Example)."""
+def longest_sequence(example):
+    """The number of tokens of the longest sequence of an example (common.Example)."""
     return max(map(item_length, example.items))
 
 
 def num_tokens(example):
-    """The tokens of an example in all its rows."""
-    return sum(len(row.ids) for item in example.items for row in item)
+    """The tokens of an example in all its sequences."""
+    return sum(len(sequence.ids) for item in example.items for sequence in item)
 
 
 def show_samples(tokenizer, example):
     """Print an example as text before training, with the tokens that the loss sees in [brackets]; each action of a tree
     begins a line."""
-    for row in itertools.chain(*example.items):
+    for sequence in itertools.chain(*example.items):
         text = ""
-        for number, places in itertools.groupby(range(len(row.ids)), row.action_ids.__getitem__):
-            piece = tokenizer.decode([row.ids[place] for place in places], skip_special_tokens=False)
+        for number, places in itertools.groupby(range(len(sequence.ids)), sequence.action_ids.__getitem__):
+            piece = tokenizer.decode([sequence.ids[place] for place in places], skip_special_tokens=False)
             if number >= 0:
-                piece = f"[{piece}]" if row.prompt_length is None else f"\n[{piece}]"
+                piece = f"[{piece}]" if sequence.prompt_length is None else f"\n[{piece}]"
             text += piece
         text = re.sub(r"(<\|\w+\|>)\1{3,}", r"\1 …", text)                          # tokens of a picture
         say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
@@ -139,7 +139,7 @@ def rank_batches(batch, examples, job):
     Examples of like length go together, so that little is padded.
     All ranks make the same number of micro-batches, because they gather layers together: where a rank has fewer
     examples than others, the batch's shortest is a dummy example with weight 0; all others have weight 1."""
-    batch = sorted(batch, key=lambda i: longest_row(examples[i]))
+    batch = sorted(batch, key=lambda i: longest_sequence(examples[i]))
     mine = batch[job.run.rank::job.run.world_size]
     weights = [1.0] * len(mine)
     if len(mine) * job.run.world_size < len(batch):

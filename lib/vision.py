@@ -84,9 +84,9 @@ def vision_reply(model, processor, messages, max_new_tokens):
 # ---------------------------------------------------------------------------------------------------------------------
 # the visual critic: a head on all tokens of what it is shown
 
-# A row that shows images; all of its tokens are one action. images: their files (None: a black one)
+# A sequence that shows images; all of its tokens are one action. images: their files (None: a black one)
 VisualSequence = namedtuple("VisualSequence", "ids action_ids prompt_length images")
-VisualBatch = namedtuple("VisualBatch", (*Batch._fields, "images"))      # images: of all rows, in their order
+VisualBatch = namedtuple("VisualBatch", (*Batch._fields, "images"))      # images: of all sequences, in their order
 
 
 class VisualScorer(HeadScorer):
@@ -102,7 +102,7 @@ class VisualScorer(HeadScorer):
         """Images have positions of their own kind."""
 
     def collate(self, items, device):
-        images = [image for item in items for row in item for image in row.images]
+        images = [image for item in items for sequence in item for image in sequence.images]
         return VisualBatch(*collate(items, device), images)
 
     def hidden_states(self, batch):
@@ -152,11 +152,11 @@ class VisualCritic:
         for trajectory in trajectories:
             task, history = trajectory["task"], trajectory["dialogue_history"]
             views.append([self.view(task, history[:place + 1], sees_c) for place in agent_places(history)])
-        row_of = self.view_rows(views)
+        sequence_of = self.view_sequences(views)
         items = []
         for turn_views in views:
-            rows = [row_of[view] for view in turn_views]
-            items.append([as_action(row, number) for number, row in enumerate(rows)])
+            sequences = [sequence_of[view] for view in turn_views]
+            items.append([as_action(sequence, number) for number, sequence in enumerate(sequences)])
         return items
 
     def read(self, make):
@@ -175,19 +175,20 @@ class VisualCritic:
     def score_actions(self, states):
         """The advantage of each action of States, a list of floats for each state. Equal views are scored once."""
         views = self.action_views(states)
-        rows = self.view_rows(views)
-        numbers = padded(action_outputs(self.scorer, [[row] for row in rows.values()], self.max_tokens))     # (rows, 1)
-        number_of = dict(zip(rows, numbers.squeeze(1).tolist()))
+        sequences = self.view_sequences(views)
+        items = [[sequence] for sequence in sequences.values()]
+        numbers = padded(action_outputs(self.scorer, items, self.max_tokens))                 # (items, 1)
+        number_of = dict(zip(sequences, numbers.squeeze(1).tolist()))
         return [[number_of[view] for view in state_views] for state_views in views]
 
-    def view_rows(self, views):
-        """{view: its row} of some lists of views."""
+    def view_sequences(self, views):
+        """{view: its sequence} of some lists of views."""
         files = self.show(documents_of(views))
-        rows = {}
+        sequences = {}
         for view in itertools.chain(*views):
-            if view not in rows:
-                rows[view] = image_row(self.processor, view, files)
-        return rows
+            if view not in sequences:
+                sequences[view] = image_sequence(self.processor, view, files)
+        return sequences
 
     async def seeing(self, states, environment):
         """This critic with the pictures that score_actions(states) needs, drawn by an environment."""
@@ -221,9 +222,9 @@ class VisualCritic:
         return f"{self.folder}: scores are the numbers of its {self.score} head"
 
 
-def as_action(row, number):
+def as_action(sequence, number):
     """A VisualSequence as the action of this number."""
-    return row._replace(action_ids=[number] * len(row.ids))
+    return sequence._replace(action_ids=[number] * len(sequence.ids))
 
 
 def documents_of(views):
@@ -234,7 +235,7 @@ def documents_of(views):
     return list(dict.fromkeys(documents))
 
 
-def image_row(processor, view, files):
+def image_sequence(processor, view, files):
     """The VisualSequence that shows a view, as action 0. An image's place in the chat becomes as many tokens as it has.
     files: {document: image file}."""
     images = tuple(files.get(document) for _, document in view)

@@ -44,7 +44,7 @@ IDEA = turns("A shop.")
 def turn_row(critic, history, sent, sees_c=True):
     """The VisualSequence of the turn after `history` that says `sent`, a page perhaps."""
     view = critic.view(TASK, [*history, {"role": "assistant", "content": sent}], sees_c)
-    return critic.view_rows([[view]])[view]
+    return critic.view_sequences([[view]])[view]
 
 
 @pytest.fixture(scope="module")
