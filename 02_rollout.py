@@ -35,7 +35,6 @@ from typing import Callable
 
 import common
 from colbench import ColBenchError, domain_of, task_id
-from colbench.defaults import nothing
 from colbench.schema import table_of
 from lib import data, flags, runtime
 from lib.load import load_tokenizer
@@ -104,7 +103,7 @@ async def agent_turn(dialogue, players, args):
         scripted_turn = domain.PLAYERS[args.agent]
         message = scripted_turn(dialogue.task, dialogue.history, args.max_rounds, random.Random(repr(key)))
         return {"role": "assistant", "content": domain.shown(message)}
-    chat = agent_messages(dialogue.history, args.max_rounds, domain.AGENT_SYSTEM, dialogue.system)
+    chat = agent_messages(dialogue.history, args.max_rounds, domain.agent_system(args.max_rounds), dialogue.system)
     replies = await agent.sample(chat, args.best_of, args.temperature, args.max_new_tokens, key)
     messages = [domain.shown(agent.visible(reply)) for reply in replies]
     choice = 0
@@ -139,7 +138,8 @@ async def simulator_turn(dialogue, players, args):
                          "thinking off (--chat-template-args)")
     if reply.text.strip() != turn["content"]:
         turn["output"] = reply.text
-    turn["leak"] = domain.leak_of(task, turn["content"])
+    if domain.leak_of:
+        turn["leak"] = domain.leak_of(task, turn["content"])
     return without_empty(turn, always=("role", "content"))
 
 
@@ -351,7 +351,7 @@ def summary(path):
         parts.append(f"{measured['forced_answers']:.1%} ended by --max-rounds")
     parts += [f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
               f"{num_truncated} turns stopped by --max-new-tokens"]
-    if domain.leak_of is not nothing:
+    if domain.leak_of:
         replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
         leak_frac = sum("leak" in reply for reply in replies) / max(1, len(replies))
         parts.append(f"{leak_frac:.1%} of the simulator's replies leak code")
@@ -487,7 +487,7 @@ def open_players(domain, system, device, args):
     tokenizer = players.agent.tokenizer if players.agent else None
     if tokenizer:
         if system is None:
-            system = domain.AGENT_SYSTEM.format(max_rounds=args.max_rounds)
+            system = domain.agent_system(args.max_rounds)
         check_prompt(args.agent, tokenizer, system, players.agent.template_args)
     if args.best_of > 1 and not players.judge:
         players.critic = open_critic(domain, tokenizer, device, args)

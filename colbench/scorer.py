@@ -8,7 +8,7 @@ import queue
 import threading
 from collections import namedtuple
 
-from colbench import ColBenchError, task_id
+from colbench.domain import ColBenchError, task_id
 from colbench.questions import ASKS_NOTHING, names_of, NONE_ALONE, placeholder, Test
 from colbench.sandbox import ANSWER_TIME_LIMIT, LayerError, Sandbox, TIME_LIMIT
 from colbench.values import equal_values, EXACT, readable, tolerance_of
@@ -331,6 +331,12 @@ def check_tasks(tasks, scorer, other_hashes):
             findings["repeated"] = f"the reference of task {first}"
         checks.append({"task_id": task_id(task), "findings": findings, "num_tests": len(values), "constant": constant})
     return checks
+
+
+def check_with_two_scorers(tasks, unsafe_scorer):
+    """check_tasks, with scorers of its own."""
+    with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other_hashes:
+        return check_tasks(tasks, scorer, other_hashes)
 
 
 def kind_of_fault(reason):

@@ -1,7 +1,7 @@
 """How alike two screenshots are: CLIP's embeddings (the paper's metric), or colours and structure (no weights)."""
 import functools
 
-from colbench import ColBenchError
+from colbench.domain import ColBenchError
 
 CLIP_MODEL = "openai/clip-vit-base-patch32"
 

@@ -6,8 +6,8 @@ import itertools
 import json
 import re
 
-from colbench import beside
 from colbench.backend import NUM_TESTS
+from colbench.domain import beside
 
 MAX_LINES = 50                  # of a reference
 MAX_SEED_CHARS = 2000           # of a text that gives the idea
