@@ -242,7 +242,7 @@ class Backend(FactDomain):
         return check_with_two_scorers(tasks, unsafe_scorer)
 
     def make_task(self, rng, name, told, accept):
-        """A draw is in vain where accept() refuses it, or where the tests do not prove every fact."""
+        """None is made where accept() gives a reason, or where the tests do not prove every fact."""
         family, slots = FAMILIES[name], family_facts(name)
         drawn = {slot: rng.choice(fact["options"]) for slot, fact in slots.items()}
         codes = {slot: code for slot, (code, *_) in drawn.items()}

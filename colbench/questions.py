@@ -231,9 +231,9 @@ class Test:
         return ["error", "another value on one side of the comparison"]
 
 
-class Names(namedtuple("Names", "lent tested")):
-    """The names in the calls of a task: those that the solution lends to answers (its imports), and those that are
-    tested, which answers must define."""
+# The names in the calls of a task: those that the solution lends to answers (its imports), and those that are tested,
+# which answers must define
+Names = namedtuple("Names", "lent tested")
 
 
 def names_of(sent):

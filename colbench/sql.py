@@ -346,11 +346,6 @@ def rounding_of(databases):
     return max(5e-10, ROUNDING * largest)
 
 
-def as_functions(task, answer):
-    """(task, answer) as the scorer knows them. This is where an answer, wherever it comes from, becomes a query."""
-    return as_function_task(task), program(task, task["databases"][1:], statement_of(answer))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # what the agent knows, and what a turn is worth
 
@@ -466,7 +461,11 @@ class QueryEnvironment(FunctionEnvironment):
 
     async def verdicts(self, pairs, explain):
         """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""
-        return await super().verdicts([as_functions(*pair) for pair in pairs], explain)
+        function_pairs = []
+        for task, answer in pairs:
+            query = statement_of(answer)                            # of any answer, wherever it comes from
+            function_pairs.append((as_function_task(task), program(task, task["databases"][1:], query)))
+        return await super().verdicts(function_pairs, explain)
 
 
 def doubt_about(task, tables):
@@ -542,8 +541,8 @@ class Sql(FactDomain):
             dialogue.check_facts(task, where)
 
     def make_task(self, rng, name, told, accept):
-        """A draw is in vain where no databases prove every decision. The id of a task with an unseen schema is of the
-        test split."""
+        """None is made where no databases prove every decision. The id of a task with an unseen schema is of the test
+        split."""
         schema, pattern = name.split("_")
         words = schema_words(schema)
         template = put(PATTERNS[pattern]["query"], words)
