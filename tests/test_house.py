@@ -131,7 +131,7 @@ def test_a_mistake_in_a_domain_is_one_line(domain, line, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("reward", [2, -1.5, float("nan"), None, "1"])
-def test_a_reward_that_is_none_is_one_line(reward, tmp_path, monkeypatch):
+def test_a_wrong_reward_is_one_line(reward, tmp_path, monkeypatch):
     async def verdicts(self, pairs, explain):
         return [{"reward": reward} for _ in pairs]
 
