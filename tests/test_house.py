@@ -111,6 +111,7 @@ def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch):
     assert metrics["script"]["mean_reward"] == sum(row["reward"] for row in read(off)) / 80
     assert "Guess what I like" in (report / "report.html").read_text()
     assert "The colour that this person needs" in stage(3).common.hidden_info(rows[0]["task"])
+    assert toy_domain.Toy().agent_system(3).endswith('in 3 rounds. Do not answer in JSON, such as {"colour": "red"}.')
 
 
 class Unfinished(colbench.Domain):
