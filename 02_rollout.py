@@ -34,7 +34,6 @@ from typing import Callable, NamedTuple
 
 import common
 from colbench import ColBenchError, domain_of, task_id
-from colbench.defaults import nothing
 from colbench.schema import table_of
 from lib import data, flags, runtime
 from lib.load import load_tokenizer
@@ -119,7 +118,8 @@ async def agent_turn(dialogue, players):
         scripted_turn = domain.PLAYERS[settings.agent]
         message = scripted_turn(dialogue.task, dialogue.history, settings.max_rounds, random.Random(repr(key)))
         return {"role": "assistant", "content": domain.shown(message)}
-    chat = agent_messages(dialogue.history, settings.max_rounds, domain.AGENT_SYSTEM, dialogue.system)
+    prompt = domain.agent_system(settings.max_rounds)
+    chat = agent_messages(dialogue.history, settings.max_rounds, prompt, dialogue.system)
     replies = await agent.sample(chat, settings.best_of, settings.temperature, settings.max_new_tokens, key)
     messages = [domain.shown(agent.visible(reply)) for reply in replies]
     choice = 0
@@ -154,7 +154,8 @@ async def simulator_turn(dialogue, players):
                          "thinking off (--chat-template-args)")
     if reply.text.strip() != turn["content"]:
         turn["output"] = reply.text
-    turn["leak"] = domain.leak_of(task, turn["content"])
+    if domain.leak_of:
+        turn["leak"] = domain.leak_of(task, turn["content"])
     return without_empty(turn, always=("role", "content"))
 
 
@@ -371,7 +372,7 @@ def summary(path):
         parts.append(f"{measured['forced_answers']:.1%} ended by --max-rounds")
     parts += [f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
               f"{num_truncated} turns stopped by --max-new-tokens"]
-    if domain.leak_of is not nothing:
+    if domain.leak_of:
         replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
         leak_frac = sum("leak" in reply for reply in replies) / max(1, len(replies))
         parts.append(f"{leak_frac:.1%} of the simulator's replies leak code")
@@ -538,7 +539,7 @@ def main(argv=None):
         players.agent.tokenizer = load_tokenizer(args.agent_tokenizer)
     tokenizer = players.agent.tokenizer if players.agent else None
     if tokenizer:
-        shown_system = domain.AGENT_SYSTEM.format(max_rounds=args.max_rounds) if system is None else system
+        shown_system = domain.agent_system(args.max_rounds) if system is None else system
         check_prompt(args.agent, tokenizer, shown_system, players.agent.template_args)
     if args.best_of > 1 and not players.judge:
         players.critic = common.open_critic(args.critic, args.agent, domain, args.reference_sees_c)

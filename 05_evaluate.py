@@ -38,7 +38,6 @@ import sys
 
 import common
 from colbench import ColBenchError, domain_of
-from colbench.defaults import nothing
 from colbench.schema import list_of
 from lib import data, flags, runtime, statistics
 from lib.report.export import export
@@ -195,7 +194,7 @@ def measure_leaks(trajectories, domain):
     """{"leaks": share of the simulator's replies that show the reference, "leaks_by_kind": {kind: number}}.
 
     Empty where the simulator never replied, or where nothing tells a leak (colbench/own.py)."""
-    if domain.leak_of is nothing:
+    if domain.leak_of is None:
         return {}
     leaks = []                                                       # of each reply the kind of leak, or None
     for trajectory in trajectories:

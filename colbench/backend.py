@@ -1,9 +1,9 @@
 """Python functions (ColBench's backend): template tasks, the rule-based user simulator, kinds of turns, scores.
 
-A template task is a vague request with a signature, a reference function and 10 test calls. What the request leaves
-out stands in "facts": those that matter (each is a value in the reference) and plausible ones that do not. The user
-opens with the request and answers questions in at most 400 characters; what follows "I WANT TO ANSWER:" is the answer.
-dialogue.py has what functions and queries have in common.
+A template task is a vague request with a signature, a function that solves it and 10 test calls. What the request
+leaves out stands in "facts": those that matter (each is a value in the solution) and plausible ones that do not. The
+user opens with the request and answers questions in at most 400 characters; what follows "I WANT TO ANSWER:" is the
+answer. dialogue.py has what functions and queries have in common.
 """
 import asyncio
 import functools
@@ -12,20 +12,11 @@ import json
 import re
 import string
 
-from colbench import beside, check_kind, defaults, dialogue, task_id, task_kind
-from colbench.defaults import *  # noqa: F403
-from colbench.dialogue import answer_kind, asking_kind, Facts, MARKER, mean, needed_facts, OPENERS, put, topics_asked
+from colbench import dialogue
+from colbench.dialogue import answer_kind, asking_kind, FactDomain, mean, needed_facts, OPENERS, put, topics_asked
+from colbench.domain import beside, check_kind, Environment, task_id, task_kind
 from colbench.schema import list_of, table_of
-from colbench.scorer import check_tasks, NOT_GRADEABLE, reward_of, Scorer
-
-NOUN = "function"
-COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
-           ("success_when_known", "when known", ".3f"), ("success_rate_compat", "published: success", ".3f"),
-           ("tests_passed_compat", "published: tests", ".3f"))
-SCORE_KEYS = "reward", "tests", "faults", "tests_compat", "ends_evaluation"
-AGENT_SYSTEM = beside("prompts/backend_agent.txt")
-JUDGE = beside("prompts/backend_judge.txt")
-
+from colbench.scorer import check_with_two_scorers, NOT_GRADEABLE, reward_of, Scorer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks: what a request can leave out (functions.json)
@@ -113,8 +104,8 @@ ARGUMENTS = {"integers": integer, "number list": number_list, "price and count":
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks: how a task is drawn
 
-def run_reference(code, calls):
-    """The results of compiled calls as text. Only for references that this file made: it runs them in this process."""
+def run_solution(code, calls):
+    """The results of compiled calls as text. Only for solutions that this file made: it runs them in this process."""
     namespace = {}
     exec(code, namespace)
     return [repr(eval(call, namespace)) for call in calls]
@@ -141,83 +132,12 @@ def needed_fact(slot, fact, code, replies):
 
 def has_proof(fact, template, codes, calls):
     """Whether every other value of a fact changes the result of some call."""
-    results = run_reference(template.format(**codes), calls)
+    results = run_solution(template.format(**codes), calls)
     for guess in fact["guesses"][1:]:
         changed = codes | {fact["slot"]: guess}
-        if run_reference(template.format(**changed), calls) == results:
+        if run_solution(template.format(**changed), calls) == results:
             return False
     return True
-
-
-def make_task(rng, name, told, accept):
-    """One task of the family of this name, or the reason why there is none: that of accept(), or that its tests do not
-    prove every fact."""
-    family, slots = FAMILIES[name], family_facts(name)
-    drawn = {slot: rng.choice(fact["options"]) for slot, fact in slots.items()}
-    codes = {slot: code for slot, (code, *_) in drawn.items()}
-    reference = family["code"].format(**codes)
-    task_id = hashlib.sha256(reference.encode()).hexdigest()[:16]
-    if reason := accept(task_id):
-        return reason
-
-    values = [int(code) for code in codes.values() if code.isdigit()]
-    calls = draw_calls(rng, name, values or [1])
-    compiled = [compile(call, "<call>", "eval") for call in calls]
-    facts = [needed_fact(slot, slots[slot], code, replies) for slot, (code, *replies) in drawn.items()]
-    for fact in facts:
-        if not has_proof(fact, family["code"], codes, compiled):
-            return "a fact without proof"
-    for noun in family["idle"] + FUNCTIONS["idle"]:
-        facts.append(put(FUNCTIONS["idle fact"], {"noun": noun}))
-    rng.shuffle(facts)
-
-    states_one = rng.random() < 0.3                                 # drawn even where `told` does not ask for it
-    to_tell = [fact for fact in facts if fact["matters"]]
-    one_or_none = to_tell[:1] if states_one else []
-    told_facts = {"none": [], "some": one_or_none, "all": to_tell}[told]
-    opening = rng.choice(FUNCTIONS["openings"])
-    hints = []
-    for fact in told_facts:
-        fact["told"] = True
-        hints.append(" " + rng.choice(fact["replies"]))
-    request = opening.format(rng.choice(family["requests"]))
-    signature = reference.splitlines()[0]
-    return {
-        "task_id": task_id,
-        "problem_description": "".join([request, *hints, "\n", signature]),
-        "ground_truth": reference,
-        "test_cases": {f"test{number}": call for number, call in enumerate(calls, 1)},
-        "family": name,
-        "template": family["code"],
-        "facts": facts,
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what the agent knows, and what a turn is worth
-
-def learned(task, message, reply):
-    """The agent learns what it asks about and the user answers."""
-    return dialogue.facts_answered(task["facts"], message, reply)
-
-
-def kind_of(task, known, history, message):
-    """Kinds: "needed" (asks for a fact that matters and is not known), "repeat" (known already), "idle" (does not
-    matter), "vague" (no topic), "right answer" (the reference's text), "wrong answer" (another text, which may pass all
-    tests; all that matters was known), "early answer" (another text; it was not all known)."""
-    answer = answer_of([{"content": message}], False)
-    if answer is not None:
-        return answer_kind(task, known, answer.strip() == task["ground_truth"].strip())
-    return asking_kind(task, known, topics_asked(task["facts"], message))
-
-
-def text_of(fact):
-    """The first thing that the user says of it."""
-    return (fact.get("replies") or [fact["topic"]])[0]
-
-
-_facts = Facts(learned, kind_of, text_of)
-known_facts, all_known, facts, turn_kind = _facts.known_facts, _facts.all_known, _facts.facts, _facts.turn_kind
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,7 +146,6 @@ known_facts, all_known, facts, turn_kind = _facts.known_facts, _facts.all_known,
 class Script(dialogue.ScriptedAgent):
     VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
     RATES, INFORMED_RATES = (0.03, 0.06, 0.14, 0.37), (0.01, 0.03, 0.04, 0.10)
-    known_facts = staticmethod(known_facts)
 
     def ask(self, fact, history, rng, is_new):
         opener = rng.choice(OPENERS) if len(history) > 1 else ""
@@ -239,81 +158,10 @@ class Script(dialogue.ScriptedAgent):
         return self.ask(facts[index], history, rng, is_new=False)
 
 
-PLAYERS = {"script": Script(), "script-informed": Script(informed=True)}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# the rest of the interface (colbench/__init__.py)
+# running answers, and the user simulator
 
-TASK = task_kind({"test_cases": table_of(str)}, {"template": str, "facts": list_of(dialogue.fact_kind)})
-
-
-def owns(task):
-    """A task with tests. A page (frontend.py) may have the field, but no test in it."""
-    if "test_cases" not in task:
-        return False
-    return len(task["test_cases"]) > 0 or not task["ground_truth"].lstrip().startswith("<")
-
-
-def check_task(task, where):
-    check_kind(task, TASK, where)
-    if task.get("facts"):
-        dialogue.check_facts(task, where)
-
-
-def check_data(tasks, unsafe_scorer):
-    """check_tasks, whose two scorers have different hash seeds."""
-    with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other_hashes:
-        return check_tasks(tasks, scorer, other_hashes)
-
-
-lacks = dialogue.missing_field
-leak_of = dialogue.code_leak
-
-
-def answer_of(history, is_last):
-    """What follows the marker.
-
-    It is the whole turn where nothing follows the marker, where code stands before it and a remark follows ("the
-    function above"), where the marker stands in a comment of the code, and in the last round without a marker."""
-    content = history[-1]["content"]
-    before, marker, after = content.partition(MARKER)
-    if not marker:
-        return content if is_last else None
-    is_in_comment = "#" in re.split(r"[\w\n]", before)[-1]
-    is_before = "def " in before and not re.search(r"\b(?:def|lambda|import)\b|=", after)
-    if is_in_comment or is_before or not after.strip():
-        return content
-    return after.strip("\n")
-
-
-def answer_message(task):
-    return f"{MARKER}\n{task['ground_truth']}"
-
-
-def measure(trajectories):
-    """05_evaluate.py says what the columns are."""
-    not_gradeable = set()                                           # (task, number of a test)
-    for trajectory in trajectories:
-        for number, fault in enumerate(trajectory["faults"]):
-            if (fault or "").startswith(NOT_GRADEABLE):
-                not_gradeable.add((task_id(trajectory["task"]), number))
-    metrics = {"tests_passed": mean([trajectory["reward"] for trajectory in trajectories]),
-               **dialogue.measure(trajectories)}
-    if not_gradeable:
-        num_tasks = len(dict(not_gradeable))
-        metrics["notes"] = [f"{len(not_gradeable)} tests of {num_tasks} tasks cannot be graded (the reference raises, "
-                            "is random, or returns what cannot be compared, or the test asks the answer nothing); no "
-                            "answer passes them"]
-    if all("tests_compat" in trajectory for trajectory in trajectories):
-        rewards = [reward_of(trajectory["tests_compat"]) for trajectory in trajectories]
-        metrics["success_rate_compat"] = mean([reward == 1 for reward in rewards])
-        metrics["tests_passed_compat"] = mean(rewards)
-        metrics["ends_evaluation"] = sum(trajectory["ends_evaluation"] for trajectory in trajectories)
-    return metrics
-
-
-class Environment(defaults.Environment):
+class FunctionEnvironment(Environment):
     """The scorer, and the user simulator."""
 
     TAKES = "unsafe_scorer", "compat"
@@ -337,7 +185,7 @@ class Environment(defaults.Environment):
     async def simulator_chat(self, task, history):
         return dialogue.simulator_chat(self.SIMULATOR_SYSTEM.format(**task), history)
 
-    async def score(self, pairs, explain=False):
+    async def verdicts(self, pairs, explain):
         """"tests": a verdict a test, "faults": why a test is not passed, "reward": the share of tests passed."""
         scores = await asyncio.to_thread(self.scorer.score, pairs)
         if self.scorer.compat:
@@ -355,3 +203,135 @@ def published_row(score):
     """The verdicts of the published scorer, and whether its evaluation would have ended here."""
     ends = "process ended" in score.faults or "time limit" in score.faults
     return {"tests_compat": score.tests, "ends_evaluation": ends}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the domain
+
+TASK = task_kind({"test_cases": table_of(str)}, {"template": str, "facts": list_of(dialogue.fact_kind)})
+
+
+class Backend(FactDomain):
+    """Tasks with tests."""
+
+    NOUN = "function"
+    COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
+               ("success_when_known", "when known", ".3f"), ("success_rate_compat", "published: success", ".3f"),
+               ("tests_passed_compat", "published: tests", ".3f"))
+    SCORE_KEYS = "reward", "tests", "faults", "tests_compat", "ends_evaluation"
+    AGENT_SYSTEM = beside("prompts/backend_agent.txt")
+    JUDGE = beside("prompts/backend_judge.txt")
+    FAMILIES = list(FAMILIES)
+    Environment = FunctionEnvironment
+
+    def __init__(self):
+        self.PLAYERS = {"script": Script(self), "script-informed": Script(self, informed=True)}
+
+    def owns(self, task):
+        """A task with tests. A page (frontend.py) may have the field, but no test in it."""
+        if "test_cases" not in task:
+            return False
+        return len(task["test_cases"]) > 0 or not task["ground_truth"].lstrip().startswith("<")
+
+    def check_task(self, task, where):
+        check_kind(task, TASK, where)
+        if task.get("facts"):
+            dialogue.check_facts(task, where)
+
+    def check_data(self, tasks, unsafe_scorer):
+        return check_with_two_scorers(tasks, unsafe_scorer)
+
+    def make_task(self, rng, name, told, accept):
+        """None is made where accept() gives a reason, or where the tests do not prove every fact."""
+        family, slots = FAMILIES[name], family_facts(name)
+        drawn = {slot: rng.choice(fact["options"]) for slot, fact in slots.items()}
+        codes = {slot: code for slot, (code, *_) in drawn.items()}
+        solution = family["code"].format(**codes)
+        task_id = hashlib.sha256(solution.encode()).hexdigest()[:16]
+        if reason := accept(task_id):
+            return reason
+
+        values = [int(code) for code in codes.values() if code.isdigit()]
+        calls = draw_calls(rng, name, values or [1])
+        compiled = [compile(call, "<call>", "eval") for call in calls]
+        facts = [needed_fact(slot, slots[slot], code, replies) for slot, (code, *replies) in drawn.items()]
+        for fact in facts:
+            if not has_proof(fact, family["code"], codes, compiled):
+                return "a fact without proof"
+        for noun in family["idle"] + FUNCTIONS["idle"]:
+            facts.append(put(FUNCTIONS["idle fact"], {"noun": noun}))
+        rng.shuffle(facts)
+
+        states_one = rng.random() < 0.3                             # drawn even where `told` does not ask for it
+        to_tell = [fact for fact in facts if fact["matters"]]
+        one_or_none = to_tell[:1] if states_one else []
+        told_facts = {"none": [], "some": one_or_none, "all": to_tell}[told]
+        opening = rng.choice(FUNCTIONS["openings"])
+        hints = []
+        for fact in told_facts:
+            fact["told"] = True
+            hints.append(" " + rng.choice(fact["replies"]))
+        request = opening.format(rng.choice(family["requests"]))
+        signature = solution.splitlines()[0]
+        return {
+            "task_id": task_id,
+            "problem_description": "".join([request, *hints, "\n", signature]),
+            "ground_truth": solution,
+            "test_cases": {f"test{number}": call for number, call in enumerate(calls, 1)},
+            "family": name,
+            "template": family["code"],
+            "facts": facts,
+        }
+
+    def answer_of(self, history, is_last):
+        """What follows the marker.
+
+        It is the whole turn where nothing follows the marker, where code stands before it and a remark follows ("the
+        function above"), where the marker stands in a comment of the code, and in the last round without a marker."""
+        content = history[-1]["content"]
+        before, marker, after = content.partition(self.MARKER)
+        if not marker:
+            return content if is_last else None
+        is_in_comment = "#" in re.split(r"[\w\n]", before)[-1]
+        is_before = "def " in before and not re.search(r"\b(?:def|lambda|import)\b|=", after)
+        if is_in_comment or is_before or not after.strip():
+            return content
+        return after.strip("\n")
+
+    def learned(self, task, message, reply):
+        """The agent learns what it asks about and the user answers."""
+        return dialogue.facts_answered(task["facts"], message, reply)
+
+    def kind_of(self, task, known, history, message):
+        """Kinds: "needed" (asks for a fact that matters and is not known), "repeat" (known already), "idle" (does not
+        matter), "vague" (no topic), "right answer" (the solution's text), "wrong answer" (another text, which may pass
+        all tests; all that matters was known), "early answer" (another text; it was not all known)."""
+        answer = self.answer_of([{"content": message}], False)
+        if answer is not None:
+            return answer_kind(task, known, answer.strip() == task["ground_truth"].strip())
+        return asking_kind(task, known, topics_asked(task["facts"], message))
+
+    def text_of(self, fact):
+        """The first thing that the user says of it."""
+        return (fact.get("replies") or [fact["topic"]])[0]
+
+    def measure(self, trajectories):
+        """05_evaluate.py says what the columns are."""
+        not_gradeable = set()                                       # (task, number of a test)
+        for trajectory in trajectories:
+            for number, fault in enumerate(trajectory["faults"]):
+                if (fault or "").startswith(NOT_GRADEABLE):
+                    not_gradeable.add((task_id(trajectory["task"]), number))
+        metrics = {"tests_passed": mean([trajectory["reward"] for trajectory in trajectories]),
+                   **super().measure(trajectories)}
+        if not_gradeable:
+            num_tasks = len(dict(not_gradeable))
+            metrics["notes"] = [f"{len(not_gradeable)} tests of {num_tasks} tasks cannot be graded (the solution "
+                                "raises, is random, or returns what cannot be compared, or the test asks the answer "
+                                "nothing); no answer passes them"]
+        if all("tests_compat" in trajectory for trajectory in trajectories):
+            rewards = [reward_of(trajectory["tests_compat"]) for trajectory in trajectories]
+            metrics["success_rate_compat"] = mean([reward == 1 for reward in rewards])
+            metrics["tests_passed_compat"] = mean(rewards)
+            metrics["ends_evaluation"] = sum(trajectory["ends_evaluation"] for trajectory in trajectories)
+        return metrics

@@ -20,7 +20,7 @@ import urllib.parse
 from collections import namedtuple
 from html import unescape
 
-from colbench import beside, ColBenchError
+from colbench.domain import beside, ColBenchError
 
 log = logging.getLogger(__name__)
 

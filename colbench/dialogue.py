@@ -2,17 +2,16 @@
 
 A fact is {"topic", "questions": [ways of asking], "replies": [what the user says], "matters", "told": the request
 states it}. One that matters also has "slot" (a field of the task's "template"), "code" (what fills it in the
-reference) and "guesses" (what could fill it). Facts are named by their index in task["facts"].
+solution) and "guesses" (what could fill it). Facts are named by their index in task["facts"].
 """
 import collections
 import functools
 import re
 import string
 
-from colbench import check_template
+from colbench.domain import check_template, Domain
 from colbench.schema import label, list_of, record
 
-MARKER = "I WANT TO ANSWER:"
 OPENERS = ("", "", "", "Thanks. ", "Okay. ", "One more question. ")
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
 
@@ -45,52 +44,9 @@ def check_facts(task, where):
     check_template(task, {task["facts"][index]["slot"] for index in needed_facts(task)}, where)
 
 
-def missing_field(task, player):
-    """The field that "rules" or "script" needs and that the task has not; None: nothing is missing."""
-    if not task.get("facts"):
-        return "facts"
-    return "template" if player == "script" and "template" not in task else None
-
-
 def needed_facts(task):
     """Indices of the facts that matter."""
     return [index for index, fact in enumerate(task["facts"]) if fact["matters"]]
-
-
-class Facts:
-    """What functions and queries say of facts (colbench/__init__.py), from three functions of the domain.
-
-    learned(task, message, reply)   the facts (indices) that become known by a message and the reply to it
-    kind_of(task, known, history, message)      turn_kind, where these facts are known
-    text_of(fact)                   the text of a fact that matters
-    """
-
-    def __init__(self, learned, kind_of, text_of):
-        self.learned, self.kind_of, self.text_of = learned, kind_of, text_of
-
-    def known_facts(self, task, history):
-        """The facts (a set of indices) that the request states, or that the agent has learned."""
-        known = {index for index, fact in enumerate(task["facts"]) if fact["told"]}
-        no_reply = {"content": ""}
-        for turn, reply in zip(history, [*history[1:], no_reply]):
-            if turn["role"] == "assistant":
-                learned = self.learned(task, turn["content"], reply["content"])
-                known.update(learned)
-        return known
-
-    def all_known(self, task, history):
-        return self.known_facts(task, history).issuperset(needed_facts(task))
-
-    def facts(self, task, history):
-        if not task.get("facts"):
-            return None
-        known = self.known_facts(task, history)
-        return [(self.text_of(task["facts"][index]), index in known) for index in needed_facts(task)]
-
-    def turn_kind(self, task, history, message):
-        if not task.get("facts"):
-            return None
-        return self.kind_of(task, self.known_facts(task, history), history, message)
 
 
 def asking_kind(task, known, asked):
@@ -102,9 +58,9 @@ def asking_kind(task, known, asked):
     return "idle" if known.isdisjoint(asked) else "repeat"
 
 
-def answer_kind(task, known, is_reference):
-    """The kind of a turn that answers: with the reference's text, or with another one, before all is known or not."""
-    if is_reference:
+def answer_kind(task, known, is_solution):
+    """The kind of a turn that answers: with the solution's text, or with another one, before all is known or not."""
+    if is_solution:
         return "right answer"
     return "wrong answer" if known.issuperset(needed_facts(task)) else "early answer"
 
@@ -200,17 +156,17 @@ class ScriptedAgent:
     """An agent for 02 --agent that makes mistakes: it asks about what does not matter, repeats itself, answers too
     early, and guesses what it does not know. informed: it makes few of them, and knows the answer.
 
-    A domain's subclass has VAGUE (turns that ask nothing), RATES and INFORMED_RATES (of early answers, vague, repeated
-    and useless turns), and the methods known_facts(task, history), ask(fact, history, rng, is_new) and
-    useless(task, known, history, rng)."""
+    A subclass has VAGUE (turns that ask nothing), RATES and INFORMED_RATES (of early answers, vague, repeated and
+    useless turns), and the methods ask(fact, history, rng, is_new) and useless(task, known, history, rng)."""
 
     FORGET_RATE = 0                 # of a known fact, where the agent answers
 
-    def __init__(self, informed=False):
-        self.informed, self.rates = informed, self.INFORMED_RATES if informed else self.RATES
+    def __init__(self, domain, informed=False):
+        self.domain, self.informed = domain, informed
+        self.rates = self.INFORMED_RATES if informed else self.RATES
 
     def __call__(self, task, history, max_rounds, rng):
-        facts, known = task["facts"], self.known_facts(task, history)
+        facts, known = task["facts"], self.domain.known_facts(task, history)
         unknown = [index for index in needed_facts(task) if index not in known]
         early, vague, repeat, useless = self.rates
         answer_rate = early if unknown else 0.85
@@ -227,24 +183,12 @@ class ScriptedAgent:
 
     def answer(self, task, known, rng):
         if self.informed:
-            return best_answer(task, needed_facts(task), rng)
-        return best_answer(task, known, rng, self.FORGET_RATE)
+            return self.domain.best_answer(task, needed_facts(task), rng)
+        return self.domain.best_answer(task, known, rng, self.FORGET_RATE)
 
 
 def num_agent_turns(history):
     return sum(turn["role"] == "assistant" for turn in history)
-
-
-def best_answer(task, known, rng, forget_rate=0):
-    """The agent's turn that answers with the facts that it knows (indices), and guesses the others."""
-    codes = {}
-    for index in needed_facts(task):
-        fact = task["facts"][index]
-        knows = index in known
-        if knows and forget_rate:
-            knows = rng.random() > forget_rate
-        codes[fact["slot"]] = fact["code"] if knows else rng.choice(fact["guesses"])
-    return f"{MARKER}\n{task['template'].format(**codes)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -282,41 +226,101 @@ def token_runs(text):
 
 @functools.lru_cache(1024)
 def leak_marks(ground_truth):
-    """What gives a reference away: the names that it defines, and its runs of LEAK_TOKENS code tokens."""
+    """What gives a solution away: the names that it defines, and its runs of LEAK_TOKENS code tokens."""
     english = r'"""[\s\S]*?"""|' r"'''[\s\S]*?'''" r"|(?m:(^|\s)#.*$)"             # docstrings and comments
     code = re.sub(english, " ", ground_truth)
     return set(re.findall(DEFINITION, code)), token_runs(code)
 
 
-def code_leak(task, reply):
-    """How a reply of the simulator shows code; None where it describes what it wants.
-
-    "fence": a code block.
-    "signature": that of a function of the reference.
-    "code": LEAK_TOKENS tokens of the reference in a row."""
-    if "```" in reply:
-        return "fence"
-    names, runs = leak_marks(task["ground_truth"])
-    if names.intersection(re.findall(DEFINITION, reply)):
-        return "signature"
-    return "code" if runs & token_runs(reply) else None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# metrics
+# the domain
+
+class FactDomain(Domain):
+    """What functions and queries have in common: their tasks have facts. A subclass defines learned, kind_of and
+    text_of."""
+
+    MARKER = "I WANT TO ANSWER:"    # what follows it in an agent's turn is the answer
+
+    def learned(self, task, message, reply):
+        """The facts (indices) that become known by a message and the reply to it."""
+        raise NotImplementedError
+
+    def kind_of(self, task, known, history, message):
+        """The kind of a turn (turn_kind) where these facts are known."""
+        raise NotImplementedError
+
+    def text_of(self, fact):
+        """The text of a fact that matters."""
+        raise NotImplementedError
+
+    def known_facts(self, task, history):
+        """The facts (a set of indices) that the request states, or that the agent has learned."""
+        known = {index for index, fact in enumerate(task["facts"]) if fact["told"]}
+        no_reply = {"content": ""}
+        for turn, reply in zip(history, [*history[1:], no_reply]):
+            if turn["role"] == "assistant":
+                learned = self.learned(task, turn["content"], reply["content"])
+                known.update(learned)
+        return known
+
+    def all_known(self, task, history):
+        return self.known_facts(task, history).issuperset(needed_facts(task))
+
+    def facts(self, task, history):
+        if not task.get("facts"):
+            return None
+        known = self.known_facts(task, history)
+        return [(self.text_of(task["facts"][index]), index in known) for index in needed_facts(task)]
+
+    def turn_kind(self, task, history, message):
+        if not task.get("facts"):
+            return None
+        return self.kind_of(task, self.known_facts(task, history), history, message)
+
+    def best_answer(self, task, known, rng, forget_rate=0):
+        """The agent's turn that answers with the facts that it knows (indices), and guesses the others."""
+        codes = {}
+        for index in needed_facts(task):
+            fact = task["facts"][index]
+            knows = index in known
+            if knows and forget_rate:
+                knows = rng.random() > forget_rate
+            codes[fact["slot"]] = fact["code"] if knows else rng.choice(fact["guesses"])
+        return f"{self.MARKER}\n{task['template'].format(**codes)}"
+
+    def answer_message(self, task):
+        return f"{self.MARKER}\n{task['ground_truth']}"
+
+    def lacks(self, task, player):
+        if not task.get("facts"):
+            return "facts"
+        return "template" if player == "script" and "template" not in task else None
+
+    def leak_of(self, task, reply):
+        """None where a reply describes what it wants, without code.
+
+        "fence": a code block.
+        "signature": that of a function of the solution.
+        "code": LEAK_TOKENS tokens of the solution in a row."""
+        if "```" in reply:
+            return "fence"
+        names, runs = leak_marks(task["ground_truth"])
+        if names.intersection(re.findall(DEFINITION, reply)):
+            return "signature"
+        return "code" if runs & token_runs(reply) else None
+
+    def measure(self, trajectories):
+        """"forced_answers": the share of dialogues that --max-rounds has ended, and not the agent. "faults" counts by
+        reason the tests that are not passed."""
+        num_forced, faults = 0, collections.Counter()
+        for trajectory in trajectories:
+            history = trajectory["dialogue_history"]
+            last_turn = next(turn for turn in reversed(history) if turn["role"] == "assistant")
+            num_forced += self.MARKER not in last_turn["content"] and "no_room" not in trajectory
+            for fault in filter(None, trajectory["faults"]):
+                faults[fault.partition(":")[0]] += 1
+        return {"forced_answers": num_forced / len(trajectories), "faults": dict(faults.most_common())}
+
 
 def mean(values):
     return sum(values) / max(1, len(values))
-
-
-def measure(trajectories):
-    """"forced_answers": the share of dialogues that --max-rounds has ended, and not the agent. "faults" counts by
-    reason the tests that are not passed."""
-    num_forced, faults = 0, collections.Counter()
-    for trajectory in trajectories:
-        history = trajectory["dialogue_history"]
-        last_turn = next(turn for turn in reversed(history) if turn["role"] == "assistant")
-        num_forced += MARKER not in last_turn["content"] and "no_room" not in trajectory
-        for fault in filter(None, trajectory["faults"]):
-            faults[fault.partition(":")[0]] += 1
-    return {"forced_answers": num_forced / len(trajectories), "faults": dict(faults.most_common())}

@@ -2,10 +2,10 @@
 by similarity.
 
 In each round the agent sends an HTML page, which is rendered in a browser without a network; the user simulator
-compares it with the reference page and says the main differences, in at most 1,000 characters. Of a turn with "OUTPUT:"
-only what follows stands in the dialogue. After the last round the last page is the answer; its return is the similarity
-of its screenshot to the reference's. Each slot of a template page (colours, layout, font, title) shows: with any other
-value the page looks different.
+compares it with the page that solves the task, and says the main differences in at most 1,000 characters. Of a turn
+with "OUTPUT:" only what follows stands in the dialogue. After the last round the last page is the answer; its return is
+the similarity of its screenshot to the solution's. Each slot of a template page (colours, layout, font, title) shows:
+with any other value the page looks different.
 """
 import asyncio
 import collections
@@ -17,30 +17,16 @@ import os
 import re
 import string
 
-from colbench import beside, check_keys, check_kind, check_template, ColBenchError, defaults, task_id, task_kind
 from colbench.browser import Browser, Render
-from colbench.defaults import *  # noqa: F403
+from colbench.domain import beside, check_kind, check_template, ColBenchError, Domain, Environment, task_id, task_kind
 from colbench.schema import list_of, record
 from colbench.similarity import CLIP_MODEL, PageScorer
 
 OUTPUT = "OUTPUT:"
-NOUN = "page"
-REPLY_CHARS, REPLY_TOKENS = 1000, 320
-SIMULATOR_SEES = True
-MIN_RETURN_GAP = 0.1
-SCORE_KEYS = "reward", "similarity", "image", "reference_image", "render_fault"
-COLUMNS = (("no_page", "no page", ".3f"), ("failed_renders", "not rendered", "d"))
-AGENT_SYSTEM = beside("prompts/frontend_agent.txt")
 SIMULATOR_SYSTEM = beside("prompts/frontend_simulator.txt")
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # pages in messages
-
-def shown(message):
-    """Of a message with "OUTPUT:" what follows it."""
-    return message.split(OUTPUT, 1)[1].strip() if OUTPUT in message else message
-
 
 # A document begins where another tag follows: prose names <html>, too. What stands in RAW is text, whatever it says.
 START = r"<(?:!doctype|html)\b[^<>]*>(?:\s|<!--.*?-->)*+(?:<html\b[^<>]*>)?(?=\s*(?:<|\Z))"
@@ -151,63 +137,16 @@ PAGES = json.loads(beside("pages.json"))               # slots, families; texts
 FAMILIES = PAGES["families"]
 
 
-def make_task(rng, name, told, accept):
-    """One task of a family of pages, or the reason why there is none."""
-    family = FAMILIES[name]
-    cards = "".join(f"<article>{card}</article>" for card in family["cards"])
-    template = PAGE.substitute(family, cards=cards)                 # with a field for each slot
-    titles = {title: title for title in family["titles"]}
-    # slot: topic, how an idea states it, {code: what the user calls it}
-    slots = PAGES["slots"] | {"title": ["title", 'The title should be "{}".', titles]}
-    codes = {slot: rng.choice(list(names)) for slot, (_, _, names) in slots.items()}
-    page = template.format(**codes)
-    task_id = hashlib.sha256(page.encode()).hexdigest()[:16]
-    if reason := accept(task_id):
-        return reason
-
-    num_told = rng.choice((1, 2)) if rng.random() < 0.3 else 0
-    some = rng.sample(sorted(slots), num_told)                      # drawn even where `told` does not ask for it
-    told_slots = {"none": [], "some": some, "all": list(slots)}[told]
-    rows = []
-    for slot, (topic, _, names) in slots.items():
-        code = codes[slot]
-        guesses = [code, *sorted(names.keys() - {code})]
-        rows.append({
-            "slot": slot,
-            "topic": topic,
-            "code": code,
-            "guesses": guesses,
-            "names": [names[guess] for guess in guesses],
-            "told": slot in told_slots,
-        })
-    opening = rng.choice(PAGES["openings"])
-    sentences = [opening.format(rng.choice(family["ideas"]))]
-    for slot in told_slots:
-        topic, statement, names = slots[slot]
-        value = names[codes[slot]]
-        if value == f"no {topic}":
-            statement = "There should be {}."
-        sentences.append(statement.format(value))
-    return {
-        "task_id": task_id,
-        "problem_description": " ".join(sentences),
-        "ground_truth": page,
-        "family": name,
-        "template": template,
-        "slots": rows,
-    }
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the user simulator that is a model: it looks at images
 
-def viewer_messages(task, history, reference, page):
+def viewer_messages(task, history, solution, page):
     """The chat that a simulating model sees, with images (paths; page: None where none was sent)."""
     message = history[-1]["content"]
     sent_page = page_of(message)
     words = message.replace(sent_page, "[the page]") if sent_page else message
     question = f"What the assistant says:\n{words}\n\nWhat do I answer?"
-    content = [text_part("The page that I want:"), {"type": "image", "path": reference}]
+    content = [text_part("The page that I want:"), {"type": "image", "path": solution}]
     if page:
         content += [text_part("The page that the assistant made:"), {"type": "image", "path": page}]
     else:
@@ -280,10 +219,10 @@ def looks_alike(a, b):
     return str(a).lower() == str(b).lower()
 
 
-def page_differences(reference_spec, page_spec):
+def page_differences(wanted_spec, page_spec):
     """[(aspect, what is wanted, what the page has, its area)], the largest area first."""
     differences = []
-    for aspect, (wanted, area) in reference_spec.items():
+    for aspect, (wanted, area) in wanted_spec.items():
         present, present_area = page_spec[aspect]
         part_is_missing = aspect in PROPERTIES and (wanted is None or present is None)
         if not looks_alike(wanted, present) and not part_is_missing:
@@ -303,12 +242,12 @@ def wish(aspect, wanted, present, rng):
     return rng.choice(SAYINGS[saying]).format(name, aspect_words(aspect, wanted, present))
 
 
-def page_reply(reference_spec, page_spec, rng):
+def page_reply(wanted_spec, page_spec, rng):
     """The rule-based user on a page: names the largest differences, by area and at most two, or says that there is
     none. Specs are what look.js gives; None for the page: the agent has sent none."""
     if page_spec is None:
         return rng.choice(SAYINGS["no page"])
-    differences = page_differences(reference_spec, page_spec)
+    differences = page_differences(wanted_spec, page_spec)
     if not differences:
         return rng.choice(SAYINGS["content"])
     wishes = [wish(aspect, wanted, present, rng) for aspect, wanted, present, _ in differences[:2]]
@@ -338,22 +277,6 @@ def names_value(sentence, topic, name):
     for text in map(re.escape, texts):
         words.append(rf"(?<![\w-]){text}(?![\w-])")
     return re.search(".*".join(words), sentence) is not None
-
-
-def facts(task, history):
-    """The facts of a page are its slots, their text is a slot and its value. Known is what the idea states, and what
-    the user has asked for rightly."""
-    if "slots" not in task:
-        return None
-    asked = set()
-    for turn in history:
-        if turn["role"] == "user":
-            asked.update(asked_values(task, turn["content"]).items())
-    rows = []
-    for slot in task["slots"]:
-        is_known = slot["told"] or (slot["slot"], slot["code"]) in asked
-        rows.append((f"{slot['topic']}: {slot['names'][0]}", is_known))
-    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -425,85 +348,10 @@ def scripted_page(task, values, thought, rng):
     return page
 
 
-PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True)}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# the rest of the interface (colbench/__init__.py)
+# the browser, scores, and the user simulators
 
-def owns(task):
-    """A task whose reference is HTML, and that has neither tests nor databases."""
-    if task.get("test_cases") or "databases" in task:
-        return False
-    return task["ground_truth"].lstrip().startswith("<")
-
-
-SLOT = record({"slot": str, "topic": str, "code": str, "told": bool, "guesses": list_of(str, 1),
-               "names": list_of(str, 1)})
-TASK = task_kind({}, {"template": str, "slots": list_of(SLOT, 1)})
-
-
-def check_task(task, where):
-    check_kind(task, TASK, where)
-    if "slots" in task:
-        check_keys(task, {"template": str}, where)
-        check_template(task, {slot["slot"] for slot in task["slots"]}, where)
-
-
-def lacks(task, player):
-    return "slots" if player == "script" and "slots" not in task else None
-
-
-def answer_of(history, is_last):
-    """After the last round the last page that was sent; "" if there was none."""
-    if not is_last:
-        return None
-    return last_page(history) or ""
-
-
-def leak_of(task, reply):
-    """A reply may name texts of the page, but shows no tags."""
-    if "```" in reply:
-        return "fence"
-    return "code" if re.search(r"</?[a-zA-Z][^<>]*>", reply) else None
-
-
-def views(task, history, privileged):
-    """The request, what the user said last, the reference page (`privileged`) and the page after the last turn."""
-    request = f"A person wants a web page: {task['problem_description']}"
-    if len(history) > 2:
-        request += f"\nLast they said: {history[-2]['content']}"
-    page = last_page(history)
-    caption = "\nThe page that they get:" if page else "\nThey get no page yet:"
-    if not privileged:
-        return [(request + caption, page)]
-    return [(f"{request}\nThe page that they need:", task["ground_truth"]), (caption, page)]
-
-
-def metric(trajectories):
-    """Two similarities, two names: they are two scales, never to be compared with each other."""
-    similarity = trajectories[0]["similarity"].partition(":")[0]
-    return {"clip": "cosine_similarity", "pixels": "pixel_similarity"}[similarity]
-
-
-def eval_score(trajectory):
-    return trajectory["reward"]
-
-
-def measure(trajectories):
-    answers = [trajectory for trajectory in trajectories if trajectory["answer"]]
-    faults = collections.Counter(answer.get("render_fault") for answer in answers)
-    del faults[None]
-    failed_tasks = {task_id(trajectory["task"]) for trajectory in trajectories if not trajectory["reference_image"]}
-    metrics = {"no_page": 1 - len(answers) / len(trajectories),
-               "failed_renders": sum(not answer["image"] for answer in answers),
-               "failed_references": len(failed_tasks), "faults": dict(faults.most_common())}
-    if failed_tasks:
-        metrics["notes"] = [f"the references of {len(failed_tasks)} tasks cannot be rendered; no answer is like them"]
-    return metrics
-
-
-class Environment(defaults.Environment):
+class PageEnvironment(Environment):
     """The browser, the similarity of screenshots, and the user simulator. similarity None: it only shows pages."""
 
     TAKES = "images", "rows_in", "browser", "similarity", "clip_model", "device"
@@ -519,37 +367,37 @@ class Environment(defaults.Environment):
         self.browser.close()
 
     async def rendered(self, task, history, **options):
-        """(reference page, the page so far) as Render; the second is None where the agent has sent none. A page that
-        cannot be shown leaves "render_fault" in the agent's turn; ColBenchError if it is the reference."""
-        reference = await self.browser.render(task["ground_truth"], **options)
-        if reference.fault:
-            raise ColBenchError(f"task {task_id(task)}: its reference page cannot be rendered: {reference.fault}")
+        """(the solution, the page so far) as Render; the second is None where the agent has sent none. A page that
+        cannot be shown leaves "render_fault" in the agent's turn; ColBenchError if it is the solution."""
+        solution = await self.browser.render(task["ground_truth"], **options)
+        if solution.fault:
+            raise ColBenchError(f"task {task_id(task)}: its solution cannot be rendered: {solution.fault}")
         page = last_page(history)
         render = await self.browser.render(page, **options) if page else None
         if render and render.fault and page_of(history[-1]["content"]):
             history[-1]["render_fault"] = render.fault
-        return reference, render
+        return solution, render
 
     async def rule_reply(self, task, history, rng):
-        reference, page = await self.rendered(task, history, screenshot=False, read=LOOK)
+        solution, page = await self.rendered(task, history, screenshot=False, read=LOOK)
         page_spec = page.spec if page_of(history[-1]["content"]) else None
-        return page_reply(reference.spec, page_spec, rng)
+        return page_reply(solution.spec, page_spec, rng)
 
     async def simulator_chat(self, task, history):
-        reference, page = await self.rendered(task, history)
-        return viewer_messages(task, history, reference.image, page.image if page else None)
+        solution, page = await self.rendered(task, history)
+        return viewer_messages(task, history, solution.image, page.image if page else None)
 
-    async def score(self, pairs, explain=False):
+    async def verdicts(self, pairs, explain):
         """"reward": the similarity of the screenshots, "image", "reference_image": their files, "render_fault"."""
         pages = [page for task, answer in pairs for page in (task["ground_truth"], answer)]
         renders = await self.render_all(pages)
         image_pairs = [(renders[task["ground_truth"]].image, renders[answer].image) for task, answer in pairs]
         rewards = await asyncio.to_thread(self.scorer.score, image_pairs)
         rows = []
-        for (_, answer), (reference, image), reward in zip(pairs, image_pairs, rewards):
+        for (_, answer), (solution, image), reward in zip(pairs, image_pairs, rewards):
             row = {"reward": reward, "similarity": self.scorer.name,
                    "image": self.path_in_row(image),
-                   "reference_image": self.path_in_row(reference)}
+                   "reference_image": self.path_in_row(solution)}
             if renders[answer].fault:
                 row["render_fault"] = renders[answer].fault
             rows.append(row)
@@ -567,3 +415,149 @@ class Environment(defaults.Environment):
     async def show(self, documents):
         renders = await self.render_all(documents)
         return {document: renders[document].image for document in documents}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the domain
+
+SLOT = record({"slot": str, "topic": str, "code": str, "told": bool, "guesses": list_of(str, 1),
+               "names": list_of(str, 1)})
+TASK = task_kind({}, {"template": str, "slots": list_of(SLOT, 1)})
+
+
+class Frontend(Domain):
+    """Tasks whose solution is an HTML page."""
+
+    NOUN = "page"
+    REPLY_CHARS, REPLY_TOKENS = 1000, 320
+    SIMULATOR_SEES = True
+    MIN_RETURN_GAP = 0.1
+    SCORE_KEYS = "reward", "similarity", "image", "reference_image", "render_fault"
+    COLUMNS = (("no_page", "no page", ".3f"), ("failed_renders", "not rendered", "d"))
+    AGENT_SYSTEM = beside("prompts/frontend_agent.txt")
+    FAMILIES = list(FAMILIES)
+    PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True)}
+    Environment = PageEnvironment
+
+    def owns(self, task):
+        """A task whose solution is HTML, and that has neither tests nor databases."""
+        if task.get("test_cases") or "databases" in task:
+            return False
+        return task["ground_truth"].lstrip().startswith("<")
+
+    def check_task(self, task, where):
+        check_kind(task, TASK, where)
+        if "slots" in task:
+            check_kind(task, record({"template": str}), where)
+            check_template(task, {slot["slot"] for slot in task["slots"]}, where)
+
+    def make_task(self, rng, name, told, accept):
+        family = FAMILIES[name]
+        cards = "".join(f"<article>{card}</article>" for card in family["cards"])
+        template = PAGE.substitute(family, cards=cards)             # with a field for each slot
+        titles = {title: title for title in family["titles"]}
+        # slot: topic, how an idea states it, {code: what the user calls it}
+        slots = PAGES["slots"] | {"title": ["title", 'The title should be "{}".', titles]}
+        codes = {slot: rng.choice(list(names)) for slot, (_, _, names) in slots.items()}
+        page = template.format(**codes)
+        task_id = hashlib.sha256(page.encode()).hexdigest()[:16]
+        if reason := accept(task_id):
+            return reason
+
+        num_told = rng.choice((1, 2)) if rng.random() < 0.3 else 0
+        some = rng.sample(sorted(slots), num_told)                  # drawn even where `told` does not ask for it
+        told_slots = {"none": [], "some": some, "all": list(slots)}[told]
+        rows = []
+        for slot, (topic, _, names) in slots.items():
+            code = codes[slot]
+            guesses = [code, *sorted(names.keys() - {code})]
+            rows.append({
+                "slot": slot,
+                "topic": topic,
+                "code": code,
+                "guesses": guesses,
+                "names": [names[guess] for guess in guesses],
+                "told": slot in told_slots,
+            })
+        opening = rng.choice(PAGES["openings"])
+        sentences = [opening.format(rng.choice(family["ideas"]))]
+        for slot in told_slots:
+            topic, statement, names = slots[slot]
+            value = names[codes[slot]]
+            if value == f"no {topic}":
+                statement = "There should be {}."
+            sentences.append(statement.format(value))
+        return {
+            "task_id": task_id,
+            "problem_description": " ".join(sentences),
+            "ground_truth": page,
+            "family": name,
+            "template": template,
+            "slots": rows,
+        }
+
+    def shown(self, message):
+        """Of a message with "OUTPUT:" what follows it."""
+        return message.split(OUTPUT, 1)[1].strip() if OUTPUT in message else message
+
+    def answer_of(self, history, is_last):
+        """After the last round the last page that was sent; "" if there was none."""
+        if not is_last:
+            return None
+        return last_page(history) or ""
+
+    def lacks(self, task, player):
+        return "slots" if player == "script" and "slots" not in task else None
+
+    def leak_of(self, task, reply):
+        """A reply may name texts of the page, but shows no tags."""
+        if "```" in reply:
+            return "fence"
+        return "code" if re.search(r"</?[a-zA-Z][^<>]*>", reply) else None
+
+    def views(self, task, history, sees_c):
+        """The request, what the user said last, the page that solves it (`sees_c`) and the one after the last turn."""
+        request = f"A person wants a web page: {task['problem_description']}"
+        if len(history) > 2:
+            request += f"\nLast they said: {history[-2]['content']}"
+        page = last_page(history)
+        caption = "\nThe page that they get:" if page else "\nThey get no page yet:"
+        if not sees_c:
+            return [(request + caption, page)]
+        return [(f"{request}\nThe page that they need:", task["ground_truth"]), (caption, page)]
+
+    def metric(self, trajectories):
+        """Two similarities, two names: they are two scales, never to be compared with each other."""
+        similarity = trajectories[0]["similarity"].partition(":")[0]
+        return {"clip": "cosine_similarity", "pixels": "pixel_similarity"}[similarity]
+
+    def eval_score(self, trajectory):
+        return trajectory["reward"]
+
+    def measure(self, trajectories):
+        answers = [trajectory for trajectory in trajectories if trajectory["answer"]]
+        faults = collections.Counter(answer.get("render_fault") for answer in answers)
+        del faults[None]
+        failed_tasks = {task_id(trajectory["task"]) for trajectory in trajectories if not trajectory["reference_image"]}
+        metrics = {"no_page": 1 - len(answers) / len(trajectories),
+                   "failed_renders": sum(not answer["image"] for answer in answers),
+                   "failed_references": len(failed_tasks), "faults": dict(faults.most_common())}
+        if failed_tasks:
+            metrics["notes"] = [f"the solutions of {len(failed_tasks)} tasks cannot be rendered; no answer is like "
+                                "them"]
+        return metrics
+
+    def facts(self, task, history):
+        """The facts of a page are its slots, their text is a slot and its value. Known is what the idea states, and
+        what the user has asked for rightly."""
+        if "slots" not in task:
+            return None
+        asked = set()
+        for turn in history:
+            if turn["role"] == "user":
+                asked.update(asked_values(task, turn["content"]).items())
+        rows = []
+        for slot in task["slots"]:
+            is_known = slot["told"] or (slot["slot"], slot["code"]) in asked
+            rows.append((f"{slot['topic']}: {slot['names'][0]}", is_known))
+        return rows

@@ -3,9 +3,8 @@ import hashlib
 import pathlib
 import re
 
-from colbench import ColBenchError, in_split
+from colbench import ColBenchError, frontend, in_split
 from colbench.browser import photo_size
-from colbench.frontend import owns
 
 # The published data set on the hub, and its files.
 COLBENCH = "facebook/collaborative_agent_bench"
@@ -68,7 +67,7 @@ def websight_tasks(path, split):
         task = {"task_id": name, "problem_description": idea, "ground_truth": html}
         if not html or not idea:
             end = "empty"
-        elif not owns(task):
+        elif not frontend.owns(task):
             end = "no page"
         elif not in_split(name, split):
             end = "of another split"

@@ -1,7 +1,7 @@
 """What a test asks of an answer, and what the reply is worth: no object of an answer takes part in a comparison.
 
     test = Test("abs(f(2) - 6.14) < .001")          # a comparison, operator "Lt", of two sides
-    test.whole                                      # "((abs(f(2) - 6.14)), (0.001))", put to the reference
+    test.whole                                      # "((abs(f(2) - 6.14)), (0.001))", put to the solution
     test.asked                                      # "f(2)", put to answers
     test.rest                                       # "abs(value_0 - 6.14)", evaluated elsewhere with their values
 
@@ -25,25 +25,25 @@ DEPENDENT = ast.Starred, ast.Slice, ast.FormattedValue              # expression
 
 
 class Test:
-    """A test, as it is put to code, and what the reference says to it.
+    """A test, as it is put to code, and what the solution says to it.
 
     call: its expression
     operator: the name of a comparison of two sides in ast, else None
     sides: the syntax trees of the two sides, or of the call; none where the call cannot be read
-    whole: the expression that is put to the reference
+    whole: the expression that is put to the solution
     asks: the syntax trees of what answers evaluate; all else is evaluated with their values
     asked: the expression that is put to answers, a tuple where they have several asks
     parts: the sides of which something is asked, but not the whole
     rest: the expression of the parts without the asks; None where there are none
-    is_settled: do the reference's own values, put together by the rest, give what the whole gives?
+    is_settled: do the solution's own values, put together by the rest, give what the whole gives?
     value: what an answer must give: ["ok", value], or ["error", why the test cannot be graded]
-    on_reference: the values of the sides
-    asked_on_reference: the values of the asks"""
+    on_solution: the values of the sides
+    asked_on_solution: the values of the asks"""
 
     def __init__(self, call):
         self.call = self.whole = self.asked = call.strip()
         self.operator, self.sides, self.asks, self.parts, self.rest = None, [], [], [], None
-        self.is_settled, self.on_reference, self.asked_on_reference = False, [], []
+        self.is_settled, self.on_solution, self.asked_on_solution = False, [], []
         with contextlib.suppress(*NO_PYTHON):                       # its result says so
             tree = parse(self.call, "eval").body
             self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -122,15 +122,15 @@ class Test:
         return ask
 
     # ----------------------------------------------------------------------------------------------------------------
-    # what the reference says
+    # what the solution says
 
-    def learn_reference(self, result, names):
-        """Take what the reference gives for the whole: ["ok", value] or ["error", reason]."""
+    def learn_solution(self, result, names):
+        """Take what the solution gives for the whole: ["ok", value] or ["error", reason]."""
         self.value = result
         if result[0] == "error":
             return
-        self.on_reference = values_of(result, len(self.sides)) if self.operator else [result[1]]
-        if self.on_reference is None:
+        self.on_solution = values_of(result, len(self.sides)) if self.operator else [result[1]]
+        if self.on_solution is None:
             self.value = BROKEN
             return
         try:
@@ -146,16 +146,16 @@ class Test:
         if not self.asks:
             self.value = ["error", ASKS_NOTHING]
         if self.rest is None:
-            self.asked_on_reference = [self.on_reference[self.sides.index(ask)] for ask in self.asks]
+            self.asked_on_solution = [self.on_solution[self.sides.index(ask)] for ask in self.asks]
             self.is_settled = True
 
     def settle(self, result, rest_result):
-        """Take what the reference gives for `asked`, and the rest with it. Where it is no data, as an iterator is not,
+        """Take what the solution gives for `asked`, and the rest with it. Where it is no data, as an iterator is not,
         or does not give the sides again, larger parts of them are asked."""
         values = self.values(result)
         sides = self.values_of_sides(values, rest_result)
-        if sides and all(map(equal_values, sides, self.on_reference)):
-            self.asked_on_reference, self.is_settled = values, True
+        if sides and all(map(equal_values, sides, self.on_solution)):
+            self.asked_on_solution, self.is_settled = values, True
             return
         larger = self.without_inner(map(self.larger, self.asks))
         if larger == self.asks:
@@ -163,14 +163,14 @@ class Test:
         self.ask(larger)
 
     def numbers(self):
-        """The floats among what the reference gives."""
-        return numbers_in([*self.on_reference, *self.asked_on_reference])
+        """The floats among what the solution gives."""
+        return numbers_in([*self.on_solution, *self.asked_on_solution])
 
     def judge(self, tolerance):
         """See what the sides of a comparison say, when it is known what numbers the task has."""
         self.tolerance = tolerance
         if self.operator and self.is_gradeable:
-            self.value = compared(self.operator, self.on_reference, tolerance)
+            self.value = compared(self.operator, self.on_solution, tolerance)
 
     def is_doubtful(self, names):
         """Might an answer that defines nothing give a value? (Not where a side is the call of a tested function.)"""
@@ -183,8 +183,8 @@ class Test:
             self.value = ["error", ASKS_NOTHING]
 
     def asks_for_none(self):
-        """Does the reference give None to all that is asked? Then an empty function gives the same."""
-        return self.asked_on_reference.count(None) == len(self.asked_on_reference)
+        """Does the solution give None to all that is asked? Then an empty function gives the same."""
+        return self.asked_on_solution.count(None) == len(self.asked_on_solution)
 
     # ----------------------------------------------------------------------------------------------------------------
     # what an answer says
@@ -213,31 +213,31 @@ class Test:
         rest_values = values_of(rest_result, len(self.parts)) if self.parts else []
         if values is None or rest_values is None:
             return None
-        known = dict(zip(self.sides, self.on_reference))
+        known = dict(zip(self.sides, self.on_solution))
         known |= zip(self.parts, rest_values)
         known |= zip(self.asks, values)
         return [known[side] for side in self.sides]
 
     def result_of(self, sides):
-        """What the test gives where its sides have these values. Where an equality holds on the reference, each side
-        must have the reference's value."""
+        """What the test gives where its sides have these values. Where an equality holds on the solution, each side
+        must have the solution's value."""
         if not self.operator:
             return ["ok", sides[0]]
         value = compared(self.operator, sides, self.tolerance)
         if value != self.value or self.operator not in ("Eq", "Is") or value != ["ok", 1]:
             return value
-        if all(equal_values(*pair, self.tolerance) for pair in zip(sides, self.on_reference)):
+        if all(equal_values(*pair, self.tolerance) for pair in zip(sides, self.on_solution)):
             return value
         return ["error", "another value on one side of the comparison"]
 
 
-class Names(namedtuple("Names", "lent tested")):
-    """The names in the calls of a task: those that the reference lends to answers (its imports), and those that are
-    tested, which answers must define."""
+# The names in the calls of a task: those that the solution lends to answers (its imports), and those that are tested,
+# which answers must define
+Names = namedtuple("Names", "lent tested")
 
 
 def names_of(sent):
-    """The Names, from what the reference sent (sandbox_worker.imported_names).
+    """The Names, from what the solution sent (sandbox_worker.imported_names).
 
     Tested is what it defines itself, but for builtins (helpers, as a rule). If there is nothing: those builtins. If
     there are none: the first name that a call reads, though it is imported."""

@@ -121,13 +121,13 @@ class Sandbox:
             raise LayerError(str(error)) from None
 
     def run(self, code, calls, time_limit_s, imports=None, **more):
-        """Results of the calls, ["ok", value] or ["error", reason] each, and of a reference (imports=None) what it
+        """Results of the calls, ["ok", value] or ["error", reason] each, and of a solution (imports=None) what it
         imported and defined of the names in the calls (sandbox_worker.imported_names).
         A call that takes too long or ends its process costs its own result: a new process goes on with the next.
 
         renewed: so many calls run in one process, and those after them in another.
         given: for each call {name: encoded value}, names that it may read.
-        reference: for sandbox_worker.run_compat."""
+        reference: the solution, for sandbox_worker.run_compat."""
         reference, given, renewed = more.get("reference"), more.get("given"), more.get("renewed", 0)
         if sum(map(len, (code, reference or "", *calls[renewed:]))) > REQUEST_LIMIT:
             return [["error", f"larger than {REQUEST_LIMIT:,} characters"]] * len(calls), None
@@ -288,7 +288,7 @@ def prepared(call):
 
 
 # What a process may say, in this order: "ready", and for each call "loaded" (or "restart", after the first), once what
-# a reference imported, and a result.
+# a solution imported, and a result.
 
 def is_word(*words):
     return lambda message: message in words

@@ -87,7 +87,7 @@ def run_calls(request, send, close):
 def run_each(numbers, pieces, broken, request, send):
     """Execute the code afresh for each call, send "loaded", and ["ok", value] or ["error", reason]; "restart" before an
     early end (threads left running would disturb the next call). Code whose top level fails is judged by what it had
-    defined. A reference also sends which names of the calls it imported or defined, for the calls of the answers."""
+    defined. A solution also sends which names of the calls it imported or defined, for the calls of the answers."""
     imports, calls, (load_s, call_s) = request["imports"], request["calls"], request["limits"]
     signal.setitimer(signal.ITIMER_PROF, load_s)
     for number in numbers:
@@ -118,7 +118,7 @@ def decoded(given):
 
 
 def compiled_pieces(request):
-    """The code of an answer: of each piece its Statements. A reference that is Python is one of them: it stops at its
+    """The code of an answer: of each piece its Statements. A solution that is Python is one of them: it stops at its
     first fault, as a program does."""
     code = request["code"]
     if request["imports"] is None:
@@ -131,7 +131,7 @@ def compiled_pieces(request):
 def scope_of_a_call(module, imports, call):
     """The globals in which a call is evaluated.
 
-    What the reference imported under a name is what the call means by it, however the answer imported it; a name that
+    What the solution imported under a name is what the call means by it, however the answer imported it; a name that
     the answer defines itself is the answer's. Names without a module are what is tested: the answer's to define, also
     where Python has something of that name. Other builtins are Python's own: no answer's `abs` takes part in a test."""
     imported, to_define = {}, set()
@@ -242,7 +242,7 @@ def origin(value):
 
 
 def run_compat(request, send):
-    """The published scorer's verdicts: reference and answer are executed inside a function, so that their functions see
+    """The published scorer's verdicts: solution and answer are executed inside a function, so that their functions see
     neither imports nor helpers; calls have an alarm of a second, values are compared here with ==."""
     def alarm(*_):
         raise TimeoutError

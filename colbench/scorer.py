@@ -8,7 +8,7 @@ import queue
 import threading
 from collections import namedtuple
 
-from colbench import ColBenchError, task_id
+from colbench.domain import ColBenchError, task_id
 from colbench.questions import ASKS_NOTHING, names_of, NONE_ALONE, placeholder, Test
 from colbench.sandbox import ANSWER_TIME_LIMIT, LayerError, Sandbox, TIME_LIMIT
 from colbench.values import equal_values, EXACT, readable, tolerance_of
@@ -21,8 +21,8 @@ MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score
 
 Score = namedtuple("Score", "tests gradeable faults failed")
 # What it lends to answers, the Tests, and how much floats may differ
-Reference = namedtuple("Reference", "imports tests tolerance")
-# What the verdicts on an answer depend on: the reference, the calls of the tests, and how much floats may differ by the
+Solution = namedtuple("Solution", "imports tests tolerance")
+# What the verdicts on an answer depend on: the solution, the calls of the tests, and how much floats may differ by the
 # rounding of numbers that the results do not show (None: they show them)
 Key = namedtuple("Key", "code calls rounding")
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
@@ -42,7 +42,7 @@ class Scorer:
     faults: why it is not passed; None where it is.
     failed: the first MAX_FAILED tests that are not passed, as short texts: [{"call", "expected", "got" (None: it gave
     no value), "said": what the scorer says (None: another value)}, …].
-    A reference is evaluated once a task (in two processes).
+    A solution is evaluated once a task (in two processes).
 
     compat=True gives the published scorer's verdicts instead (sandbox_worker.run_compat), behind the same walls.
 
@@ -53,7 +53,7 @@ class Scorer:
         self.time_limit_s, self.compat, self.hash_seed = time_limit_s, compat, hash_seed
         self.layers = ["rlimits"] if unsafe else ["namespaces", "landlock"]
         self.num_workers = workers or min(4, num_cores())
-        self.references, self.workers = {}, queue.SimpleQueue()
+        self.solutions, self.workers = {}, queue.SimpleQueue()
 
     def __enter__(self):
         reasons = []
@@ -75,7 +75,7 @@ class Scorer:
             for child in children:
                 child.greet()
             self.pool = stack.enter_context(started_threads(self.num_workers))
-            # References and answers run in children of their own: no answer inherits memory of a reference.
+            # Solutions and answers run in children of their own: no answer inherits memory of a solution.
             for pair in zip(children[::2], children[1::2]):
                 self.workers.put(pair)
             self.layer, self.stack = layer, stack.pop_all()
@@ -88,25 +88,25 @@ class Scorer:
         pairs = [(key_of(task), answer) for task, answer in pairs]
         if self.compat:
             return self.for_each(self.score_published, pairs)
-        for key in self.learn_references(key for key, _ in pairs):
-            if not any(test.is_gradeable for test in self.references[key].tests):
+        for key in self.learn_solutions(key for key, _ in pairs):
+            if not any(test.is_gradeable for test in self.solutions[key].tests):
                 log.warning(f"scorer: no test can be graded of {shortened(key.code)!r}")
         return self.for_each(self.score_one, pairs)
 
-    def reference_results(self, tasks):
-        """For each task what its tests give on the reference: ["ok", value], or ["error", why it cannot be graded]."""
+    def solution_results(self, tasks):
+        """For each task what its tests give on the solution: ["ok", value], or ["error", why it cannot be graded]."""
         keys = list(map(key_of, tasks))
-        self.learn_references(keys)
-        return [[test.value for test in self.references[key].tests] for key in keys]
+        self.learn_solutions(keys)
+        return [[test.value for test in self.solutions[key].tests] for key in keys]
 
-    def learn_references(self, keys):
-        """Evaluate the references of tasks that are new, {key: Reference}; the keys of these."""
-        new_keys = [key for key in dict.fromkeys(keys) if key not in self.references]
-        self.references.update(zip(new_keys, self.for_each(self.reference, [(key,) for key in new_keys])))
+    def learn_solutions(self, keys):
+        """Evaluate the solutions of tasks that are new, {key: Solution}; the keys of these."""
+        new_keys = [key for key in dict.fromkeys(keys) if key not in self.solutions]
+        self.solutions.update(zip(new_keys, self.for_each(self.solution, [(key,) for key in new_keys])))
         return new_keys
 
     def for_each(self, work, rows):
-        """[work([child for references, child for answers], *row), …], in parallel."""
+        """[work([child for solutions, child for answers], *row), …], in parallel."""
         def work_on(row):
             children = self.workers.get()
             try:
@@ -116,16 +116,16 @@ class Scorer:
 
         return list(self.pool.map(work_on, rows))
 
-    def reference(self, children, key):
-        """The Reference of a task; what does not certainly ask an answer something is also put to an empty answer."""
+    def solution(self, children, key):
+        """The Solution of a task; what does not certainly ask an answer something is also put to an empty answer."""
         child, code = children[0], key.code
         tests = list(map(Test, key.calls))
-        results, sent = self.reference_results_of(child, code, [test.whole for test in tests])
+        results, sent = self.solution_results_of(child, code, [test.whole for test in tests])
         names = names_of(sent or [])
         imports = [item for item in sent or [] if item[0] in names.lent]
         imports += [[name, None, None] for name in names.tested]
         for test, result in zip(tests, results):
-            test.learn_reference(result, names)
+            test.learn_solution(result, names)
         while unsettled := [test for test in tests if test.is_gradeable and not test.is_settled]:
             results, _ = child.run(code, [test.asked for test in unsettled], self.time_limit_s)
             rest_results = self.rest_results(child, unsettled, results, imports)
@@ -147,10 +147,10 @@ class Scorer:
         if all(test.asks_for_none() for test in gradeable):
             for test in gradeable:
                 test.value = ["error", NONE_ALONE]
-        return Reference(imports, tests, tolerance)
+        return Solution(imports, tests, tolerance)
 
-    def reference_results_of(self, child, code, calls):
-        """clean_results of a reference, which runs twice at least, and what it imported (Sandbox.run)."""
+    def solution_results_of(self, child, code, calls):
+        """clean_results of a solution, which runs twice at least, and what it imported (Sandbox.run)."""
         results, sent = child.run(code, calls + calls[::-1], self.time_limit_s, renewed=len(calls))
         if results == results[::-1]:
             return results[:len(calls)], sent
@@ -194,7 +194,7 @@ class Scorer:
         return [result_of.get(test) for test in tests]
 
     def score_one(self, children, key, answer):
-        imports, tests, tolerance = self.references[key]
+        imports, tests, tolerance = self.solutions[key]
         gradeable = [test for test in tests if test.is_gradeable]
         asked = self.clean_results(children[1], answer, [test.asked for test in gradeable], imports)
         result_of = dict(zip(gradeable, self.results_of(children[0], gradeable, asked, imports)))
@@ -214,15 +214,15 @@ class Scorer:
     def best_constants(self, tasks):
         """For each task (the constant that passes most of its tests, where all that is asked gives it; how many)."""
         keys = list(map(key_of, tasks))
-        self.learn_references(keys)
+        self.learn_solutions(keys)
         return self.for_each(self.best_constant, [(key,) for key in keys])
 
     def best_constant(self, children, key):
-        imports, tests, tolerance = self.references[key]
+        imports, tests, tolerance = self.solutions[key]
         gradeable = [test for test in tests if test.is_gradeable]
         values = {}
         for test in gradeable:
-            values |= {json.dumps(value): value for value in test.asked_on_reference}
+            values |= {json.dumps(value): value for value in test.asked_on_solution}
         best = None, 0
         for value in values.values():
             asked = [["ok", test.as_asked([value] * len(test.asks))] for test in gradeable]
@@ -264,7 +264,7 @@ def score_of(results, wanted, tolerance):
 def failed_test(test, result, fault):
     """A test that is not passed, as short texts. result: what the answer gave for test.asked, which in a comparison is
     the side, or the part of it, that the answer computes."""
-    expected = ["ok", test.as_asked(test.asked_on_reference)] if test.is_gradeable else test.value
+    expected = ["ok", test.as_asked(test.asked_on_solution)] if test.is_gradeable else test.value
     return {"call": shortened(test.call),
             "expected": text_of(expected) or "no value",
             "got": result and text_of(result),
@@ -307,9 +307,9 @@ KINDS_OF_FAULTS = {"ModuleNotFoundError": "missing package", NOT_TWICE: "random"
 def check_tasks(tasks, scorer, other_hashes):
     """For each task {"findings": {what: detail}, "num_tests", "constant": share that the best constant answer passes}.
     A finding is a reason why the task, or one of its tests, measures nothing. Two scorers, of different hash seeds."""
-    checks, first_with = [], {}                                     # first_with: {reference: number of its first task}
-    all_values = scorer.reference_results(tasks)
-    all_other_values = other_hashes.reference_results(tasks)
+    checks, first_with = [], {}                                     # first_with: {solution: number of its first task}
+    all_values = scorer.solution_results(tasks)
+    all_other_values = other_hashes.solution_results(tasks)
     best_constants = scorer.best_constants(tasks)
     for number, task in enumerate(tasks, 1):
         values, other_values = all_values[number - 1], all_other_values[number - 1]
@@ -328,9 +328,15 @@ def check_tasks(tasks, scorer, other_hashes):
             findings["vacuous"] = f"every test gives {readable(best_value)[:60]}"
         first = first_with.setdefault(task["ground_truth"], number)
         if first != number:
-            findings["repeated"] = f"the reference of task {first}"
+            findings["repeated"] = f"the solution of task {first}"
         checks.append({"task_id": task_id(task), "findings": findings, "num_tests": len(values), "constant": constant})
     return checks
+
+
+def check_with_two_scorers(tasks, unsafe_scorer):
+    """check_tasks, with scorers of its own."""
+    with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other_hashes:
+        return check_tasks(tasks, scorer, other_hashes)
 
 
 def kind_of_fault(reason):

@@ -1,16 +1,16 @@
 """How alike two screenshots are: CLIP's embeddings (the paper's metric), or colours and structure (no weights)."""
 import functools
 
-from colbench import ColBenchError
+from colbench.domain import ColBenchError
 
 CLIP_MODEL = "openai/clip-vit-base-patch32"
 
 
 class PageScorer:
-    """Similarity in [0, 1] of the screenshots (PNG paths) of a reference and of an answer; .name says how.
+    """Similarity in [0, 1] of the screenshots (PNG paths) of a solution and of an answer; .name says how.
 
     "clip": cosine of the image embeddings, below 0 it is 0; "pixels": see pixel_similarity. They are two scales.
-    An answer without an image (None) is a black one of the reference's size. A reference without one can be met by no
+    An answer without an image (None) is a black one of the solution's size. A solution without one can be met by no
     answer: 0. An image is read and embedded once."""
 
     def __init__(self, similarity, clip_model=CLIP_MODEL, device="cpu"):
@@ -25,12 +25,12 @@ class PageScorer:
         self.embeddings = {}
 
     def score(self, pairs):
-        return [self.score_one(reference, answer) if reference else 0.0 for reference, answer in pairs]
+        return [self.score_one(solution, answer) if solution else 0.0 for solution, answer in pairs]
 
-    def score_one(self, reference, answer):
+    def score_one(self, solution, answer):
         if self.clip:
-            return min(1.0, max(0.0, float(self.embedding(reference) @ self.embedding(answer))))
-        return pixel_similarity(small_image(reference), small_image(answer) if answer else None)
+            return min(1.0, max(0.0, float(self.embedding(solution) @ self.embedding(answer))))
+        return pixel_similarity(small_image(solution), small_image(answer) if answer else None)
 
     def embedding(self, path):
         """The unit embedding (D,) of an image; None stands for a black one."""
@@ -70,9 +70,9 @@ def small_image(path):
     return np.asarray(Image.open(path).convert("RGB").reduce(8))
 
 
-def pixel_similarity(reference, answer):
+def pixel_similarity(solution, answer):
     """Similarity in [0, 1] of two small images (rows, columns, 3) uint8, symmetric, 1 for equal ones; None is a black
-    image of the reference's size. The mean of two parts:
+    image of the solution's size. The mean of two parts:
     colours     sum of min over sum of max of the square roots of the two histograms (8 levels a channel), wherever the
                 colours are: by the root a small area, such as a header, counts more than its share
     structure   SSIM (Wang et al., 2004) over the colour channels where both have pixels, below 0 it is 0, times the
@@ -80,15 +80,15 @@ def pixel_similarity(reference, answer):
     import numpy as np
     from skimage.metrics import structural_similarity
     if answer is None:
-        answer = np.zeros_like(reference)
+        answer = np.zeros_like(solution)
     roots = []
-    for image in (reference, answer):
+    for image in (solution, answer):
         levels = image.reshape(-1, 3) >> 5                          # (pixels, 3), each below 8
         counts = np.bincount(levels @ (64, 8, 1), minlength=512)
         roots.append(np.sqrt(counts))
     colours = np.minimum(*roots).sum() / np.maximum(*roots).sum()
-    rows, columns, _ = np.minimum(reference.shape, answer.shape)
-    all_rows, all_columns, _ = np.maximum(reference.shape, answer.shape)
+    rows, columns, _ = np.minimum(solution.shape, answer.shape)
+    all_rows, all_columns, _ = np.maximum(solution.shape, answer.shape)
     share = rows * columns / (all_rows * all_columns)
-    structure = structural_similarity(reference[:rows, :columns], answer[:rows, :columns], channel_axis=2)
+    structure = structural_similarity(solution[:rows, :columns], answer[:rows, :columns], channel_axis=2)
     return float(0.5 * colours + 0.5 * share * max(0.0, structure))

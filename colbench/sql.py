@@ -10,8 +10,8 @@ the database shows ("by": "look"). In each round the agent does one of three thi
     I WANT TO ANSWER: SELECT …  ends the dialogue
 
 The answer (sql_text.py finds the query in it) is run on hidden databases, the reward is the share of them on which it
-gives the rows of the reference. The databases are drawn until likely mistakes show (sql_mutants.py). Rows are a
-multiset, and a list where the reference ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0, and
+gives the rows of the solution. The databases are drawn until likely mistakes show (sql_mutants.py). Rows are a
+multiset, and a list where the solution ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0, and
 fractions may differ by 1e-12 of themselves, by 5e-10, and by what the order of a sum changes (rounding_of). All SQL of
 an agent runs in the scorer's confined child program (sql_child.py).
 """
@@ -25,27 +25,16 @@ import random
 import re
 import sqlite3
 
-from colbench import backend, beside, check_keys, check_kind, defaults, dialogue, task_kind
-from colbench.defaults import *  # noqa: F403
-from colbench.dialogue import answer_kind, asking_kind, Facts, MARKER, mean, needed_facts, OPENERS, put, topics_asked
+from colbench import dialogue
+from colbench.backend import FunctionEnvironment
+from colbench.dialogue import answer_kind, asking_kind, FactDomain, mean, needed_facts, OPENERS, put, topics_asked
+from colbench.domain import beside, check_keys, check_kind, task_kind
 from colbench.schema import list_of, one_of, record, table_of
+from colbench.scorer import check_with_two_scorers
 from colbench.sql_child import canonical, open_database, select
 from colbench.sql_mutants import agreeing, mutants_of, open_empty
 from colbench.sql_text import is_ordered, LOOK, statement_of, with_ties
 from colbench.values import encode, equal_values, ROUNDING, tolerance_of
-
-NOUN = "query"
-COLUMNS = (
-    ("databases_agree", "databases", ".3f"),
-    ("success_seen", "seen", ".3f"),
-    ("success_unseen", "unseen", ".3f"),
-    ("all_known", "all known", ".3f"),
-    ("success_when_known", "when known", ".3f"),
-    ("looks", "looks", ".2f"))
-SCORE_KEYS = "reward", "databases", "faults"
-AGENT_SYSTEM = beside("prompts/sql_agent.txt")
-JUDGE = beside("prompts/sql_judge.txt")
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # schemas, decisions and patterns (queries.json)
@@ -77,10 +66,13 @@ def schema_text(words):
     return put(QUERIES["tables with places" if "places" in words else "tables"], words)
 
 
-FAMILIES = []                   # each schema with each pattern that it can have
-for name, words in SCHEMAS.items():
-    without = "best" if "places" in words else "places"
-    FAMILIES += [f"{name}_{pattern}" for pattern in PATTERNS if pattern != without]
+def family_names():
+    """Each schema with each pattern that it can have."""
+    names = []
+    for schema, words in SCHEMAS.items():
+        without = "best" if "places" in words else "places"
+        names += [f"{schema}_{pattern}" for pattern in PATTERNS if pattern != without]
+    return names
 
 
 def stored_statuses(words, codes):
@@ -213,7 +205,7 @@ def put_sum_at(rng, children, limit):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# hidden databases: drawn until they tell the reference from wrong queries
+# hidden databases: drawn until they tell the solution from wrong queries
 
 def shapes_of(query):
     """[(shape, of how many draws one is taken)] of the hidden databases for a query, from the last one to the first."""
@@ -228,10 +220,10 @@ def shapes_of(query):
 
 
 def draw_hidden(draw, shapes, agreeing_on, rivals):
-    """Hidden databases of shapes_of such that each of the queries `rivals` gives other rows than the reference on one
+    """Hidden databases of shapes_of such that each of the queries `rivals` gives other rows than the solution on one
     of them; None if a rival is left. draw(shape) makes one; agreeing_on(tables, queries) are those that agree.
 
-    Of several databases of a shape the one is taken on which the fewest rivals agree with the reference."""
+    Of several databases of a shape the one is taken on which the fewest rivals agree with the solution."""
     hidden = []
     for shape, most_draws in shapes:
         fewest = None
@@ -248,7 +240,7 @@ def draw_hidden(draw, shapes, agreeing_on, rivals):
 
 
 def rivals_of(template, slots, codes, statuses):
-    """The queries that must not pass: the reference with another value of one decision, and likely mistakes."""
+    """The queries that must not pass: the solution with another value of one decision, and likely mistakes."""
     queries = mutants_of(template.format(**codes), statuses)
     for slot, decision in slots.items():
         for code in decision["options"].keys() - {codes[slot]}:
@@ -260,54 +252,14 @@ def rivals_of(template, slots, codes, statuses):
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks
 
-def make_task(rng, name, told, accept):
-    """One task of a family; the reason why there is none where no databases prove every decision.
-
-    The id of a task with an unseen schema is of the test split."""
-    schema, pattern = name.split("_")
-    words = schema_words(schema)
-    template = put(PATTERNS[pattern]["query"], words)
-    slots = {slot: put(DECISIONS[slot], words) for slot in re.findall(r"\{(\w+)\}", template)}
-    codes = {slot: rng.choice(list(decision["options"])) for slot, decision in slots.items()}
-    number = task_number(template.format(**codes), codes, "unseen" not in words)
-    if reason := accept(f"{number:016x}"):
-        return reason
-    databases = draw_databases(random.Random(number), words, template, slots, codes)
-    if not databases:
-        return "a wrong query that no database shows"
-
-    facts = [needed_fact(slot, decision, codes[slot]) for slot, decision in slots.items()]
-    to_ask = [fact for fact in facts if fact["by"] == "ask"]
-    one_or_none = rng.sample(to_ask, int(rng.random() < 0.3))       # drawn even where `told` does not ask for it
-    hints = []
-    for fact in {"none": [], "some": one_or_none, "all": facts}[told]:
-        fact["told"] = True
-        sentences = slots[fact["slot"]]["options"][fact["code"]]
-        hints.append(rng.choice(sentences))
-    request = put(rng.choice(PATTERNS[pattern]["requests"]), words)
-    tables = re.findall("CREATE TABLE (.*);", re.sub(" TEXT| INTEGER", "", schema_text(words)))
-    return {
-        "task_id": f"{number:016x}",
-        "problem_description": " ".join([request, *hints]) + "\n" + ", ".join(tables),
-        "ground_truth": template.format(**codes),
-        "schema": schema_text(words),
-        "databases": databases,
-        "family": name,
-        "seen": "unseen" not in words,
-        "template": template,
-        "facts": facts + [put(QUERIES["idle fact"], {"topic": topic}) for topic in QUERIES["idle"]],
-        "idle_looks": put(QUERIES["idle_looks"], words),
-    }
-
-
 def draw_databases(rng, words, template, slots, codes):
-    """The example database and the hidden ones of a task, or None. They depend on its reference alone: `rng` is of the
+    """The example database and the hidden ones of a task, or None. They depend on its solution alone: `rng` is of the
     task's number."""
-    reference = template.format(**codes)
+    solution = template.format(**codes)
     draw = functools.partial(fill, rng, words, codes)
     rivals = rivals_of(template, slots, codes, stored_statuses(words, codes))
     with contextlib.closing(open_empty(schema_text(words))) as connection:
-        agreeing_on = functools.partial(agreeing, connection, reference)
+        agreeing_on = functools.partial(agreeing, connection, solution)
         for _ in range(MOST_TRIES):
             hidden = draw_hidden(draw, shapes_of(template), agreeing_on, rivals)
             if hidden:
@@ -315,9 +267,9 @@ def draw_databases(rng, words, template, slots, codes):
     return None
 
 
-def task_number(reference, codes, is_seen):
+def task_number(solution, codes, is_seen):
     """The number of a task, by its content; that of an unseen schema ends with 90 to 99, the test split."""
-    content = f"{reference} {codes.get('unit')}"
+    content = f"{solution} {codes.get('unit')}"
     number = int(hashlib.sha256(content.encode()).hexdigest()[:15], 16)
     if is_seen:
         return number
@@ -379,9 +331,9 @@ def program(task, databases, statement):
 def as_function_task(task):
     """A task as the scorer knows it: its tests are the hidden databases."""
     hidden = task["databases"][1:]
-    reference = program(task, hidden, task["ground_truth"])
+    solution = program(task, hidden, task["ground_truth"])
     tests = {f"database{number + 1}": f"result({number})" for number in range(len(hidden))}
-    return {**task, "ground_truth": reference, "test_cases": tests, "rounding": rounding_of(hidden)}
+    return {**task, "ground_truth": solution, "test_cases": tests, "rounding": rounding_of(hidden)}
 
 
 def rounding_of(databases):
@@ -392,11 +344,6 @@ def rounding_of(databases):
         cells = [abs(cell) for cell in itertools.chain(*rows) if isinstance(cell, float)]
         largest = max(largest, sum(cells))
     return max(5e-10, ROUNDING * largest)
-
-
-def as_functions(task, answer):
-    """(task, answer) as the scorer knows them. This is where an answer, wherever it comes from, becomes a query."""
-    return as_function_task(task), program(task, task["databases"][1:], statement_of(answer))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -427,45 +374,8 @@ def facts_seen(task, query, table):
     return indices
 
 
-def learned(task, message, reply):
-    """The agent learns what it asks the user about and the user answers, and what the rows of a look show."""
-    query = query_of(message)
-    if query is not None:
-        return facts_seen(task, query, reply)
-    answered = dialogue.facts_answered(task["facts"], message, reply)
-    return [index for index in answered if task["facts"][index]["by"] == "ask"]
-
-
 def in_one_line(statement):
     return " ".join(statement.split()).rstrip("; ")
-
-
-def kind_of(task, known, history, message):
-    """Kinds: "ask needed", "ask repeat", "ask idle" (does not matter), "ask for a look" (the database shows it), "ask
-    vague" (no topic); "look needed", "look repeat", "look idle" (shows nothing that matters); "right answer", "wrong
-    answer", "early answer", as for functions."""
-    answer, query = answer_of([{"content": message}], False), query_of(message)
-    if answer is not None:
-        return answer_kind(task, known, in_one_line(answer) == in_one_line(task["ground_truth"]))
-    if query is not None:
-        indices = looked_at(task, query)
-        if not known.issuperset(indices):
-            return "look needed"
-        is_repeated = message in [turn["content"] for turn in history]
-        return "look repeat" if indices or is_repeated else "look idle"
-    asked = topics_asked(task["facts"], message)
-    asked_user = [index for index in asked if task["facts"][index]["by"] == "ask"]
-    kind = asking_kind(task, known, asked_user)
-    return "ask for a look" if len(asked_user) < len(asked) and kind != "needed" else f"ask {kind}"
-
-
-def text_of(fact):
-    """A decision, and how it stands in the reference."""
-    return f"{fact['topic']}: {fact['code'].strip()}"
-
-
-_facts = Facts(learned, kind_of, text_of)
-known_facts, all_known, facts, turn_kind = _facts.known_facts, _facts.all_known, _facts.facts, _facts.turn_kind
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -477,7 +387,6 @@ class Script(dialogue.ScriptedAgent):
     VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the data?")
     RATES, INFORMED_RATES = (0.03, 0.05, 0.12, 0.33), (0.01, 0.03, 0.04, 0.08)
     FORGET_RATE = 0.01
-    known_facts = staticmethod(known_facts)
 
     def ask(self, fact, history, rng, is_new):
         if is_new and len(history) > 1 and fact["by"] == "ask":
@@ -504,123 +413,10 @@ def asking(fact, rng):
     return rng.choice(fact["questions"])
 
 
-def asker_turn(task, history, max_rounds, rng):
-    """What an asker says next that learns nothing in training.
-
-    It knows the decisions of the family and their values, and takes each value for equally likely. It asks or looks
-    where it expects most information; then it answers, and guesses what it has no round for."""
-    known = known_facts(task, history)
-    unknown = [task["facts"][index] for index in needed_facts(task) if index not in known]
-    if unknown and dialogue.num_agent_turns(history) + 1 < max_rounds:
-        fact = max(unknown, key=lambda fact: len(fact["guesses"]))
-        return asking(fact, rng)
-    return dialogue.best_answer(task, known, rng)
-
-
-PLAYERS = {"script": Script(), "script-informed": Script(informed=True), "script-asker": asker_turn}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# what a task is
+# running queries, and the user simulator
 
-def owns(task):
-    return "databases" in task
-
-
-BY = record({"by": one_of("ask", "look")})
-SHOWN = record({"looks": list_of(str, 1), "columns": list_of(str, 1), "cell": str})
-
-
-def fact_kind(fact):
-    """The kind (schema.py) of a fact, which the user knows or the database shows."""
-    return dialogue.fact_kind(fact) or BY(fact) or (SHOWN(fact) if fact["by"] == "look" else None)
-
-
-TABLES = table_of(list_of(list))
-OPTIONAL = {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)}
-TASK = task_kind({"schema": str, "databases": list_of(TABLES, 2)}, OPTIONAL)
-
-
-def check_task(task, where):
-    check_kind(task, TASK, where)
-    if task.get("facts"):
-        check_keys(task, {"idle_looks": list, "template": str}, where)
-        dialogue.check_facts(task, where)
-
-
-def check_data(tasks, unsafe_scorer):
-    checks = backend.check_data(list(map(as_function_task, tasks)), unsafe_scorer)
-    for task, check in zip(tasks, checks):
-        if doubt := doubt_of(task):
-            check["findings"]["order"] = doubt
-    return checks
-
-
-def doubt_of(task):
-    """Why right answers to a task may be graded wrong: a database leaves open which rows the reference gives, or their
-    order. The pragma shows it only where no ORDER BY stands, so that ties are sorted up and down, too."""
-    reference = task["ground_truth"]
-    runs = [((), 1, reference),
-            (["reverse_unordered_selects = 1"], 1, reference),
-            ((), 1, with_ties(reference)),
-            ((), -1, with_ties(reference))]
-    for number, tables in enumerate(task["databases"][1:], 1):
-        results = []
-        for pragmas, step, query in runs:
-            try:
-                connection = open_database(task["schema"], tables, pragmas)
-            except (sqlite3.Error, OverflowError) as error:
-                return f"database{number}: {error}"
-            connection.create_function("tie", 0, itertools.count(0, step).__next__)
-            with contextlib.suppress(sqlite3.Error, ValueError):    # of a compound query tie() is no column
-                results.append(canonical(*select(connection, query), is_ordered(reference)))
-            connection.close()
-        tolerance = tolerance_of([], rounding_of([tables]))
-        if not all(equal_values(encode(result), encode(results[0]), tolerance) for result in results):
-            return f"database{number}: the reference leaves the order of its rows open: ties of ORDER BY, or LIMIT"
-    return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the rest of the interface (colbench/__init__.py)
-
-lacks, answer_message = dialogue.missing_field, backend.answer_message
-
-
-def leak_of(task, reply):
-    """How a reply of the simulator shows SQL: as code (dialogue.code_leak), or "query" (select … from a table)."""
-    leak = dialogue.code_leak(task, reply)
-    tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))
-    if leak != "fence" and re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
-        return "query"
-    return leak
-
-
-def answer_of(history, is_last):
-    """The statement that follows the marker, or stands before it where nothing follows; in the last round without a
-    marker the whole turn, as it is."""
-    content = history[-1]["content"]
-    before, marker, after = content.partition(MARKER)
-    if marker:
-        return statement_of(after if after.strip("`~ \n") else before)
-    return content if is_last else None
-
-
-def measure(trajectories):
-    """"databases_agree": the mean reward. "looks": looks of a dialogue.
-    "success_seen", "success_unseen": the success on schemas that are also in the training split, and on others."""
-    num_looks, successes = 0, {}
-    for trajectory in trajectories:
-        num_looks += sum("tool" in turn for turn in trajectory["dialogue_history"])
-        if "seen" in trajectory["task"]:
-            name = "success_seen" if trajectory["task"]["seen"] else "success_unseen"
-            successes.setdefault(name, []).append(defaults.eval_score(trajectory))
-    metrics = {name: mean(values) for name, values in successes.items()}
-    return {"databases_agree": mean([trajectory["reward"] for trajectory in trajectories]),
-            "looks": num_looks / len(trajectories), **metrics, **dialogue.measure(trajectories)}
-
-
-class Environment(backend.Environment):
+class QueryEnvironment(FunctionEnvironment):
     """The scorer, the example databases, and the user simulator."""
 
     TAKES = ("unsafe_scorer",)
@@ -663,6 +459,207 @@ class Environment(backend.Environment):
         reason = text.partition(": ")[2] or text
         return f"Error: {reason}"[:600]
 
-    async def score(self, pairs, explain=False):
+    async def verdicts(self, pairs, explain):
         """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""
-        return await super().score([as_functions(*pair) for pair in pairs], explain)
+        function_pairs = []
+        for task, answer in pairs:
+            query = statement_of(answer)                            # of any answer, wherever it comes from
+            function_pairs.append((as_function_task(task), program(task, task["databases"][1:], query)))
+        return await super().verdicts(function_pairs, explain)
+
+
+def doubt_about(task, tables):
+    """Why the rows of the solution on a database do not say what is right; None: they do.
+
+    The pragma shows an open order only where no ORDER BY stands, so that ties are sorted up and down, too."""
+    solution = task["ground_truth"]
+    runs = [((), 1, solution),
+            (["reverse_unordered_selects = 1"], 1, solution),
+            ((), 1, with_ties(solution)),
+            ((), -1, with_ties(solution))]
+    results = []
+    for pragmas, step, query in runs:
+        try:
+            connection = open_database(task["schema"], tables, pragmas)
+        except (sqlite3.Error, OverflowError) as error:
+            return str(error)
+        connection.create_function("tie", 0, itertools.count(0, step).__next__)
+        with contextlib.suppress(sqlite3.Error, ValueError):        # of a compound query tie() is no column
+            results.append(canonical(*select(connection, query), is_ordered(solution)))
+        connection.close()
+    tolerance = tolerance_of([], rounding_of([tables]))
+    if all(equal_values(encode(result), encode(results[0]), tolerance) for result in results):
+        return None
+    return "the solution leaves the order of its rows open: ties of ORDER BY, or LIMIT"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the domain
+
+BY = record({"by": one_of("ask", "look")})
+SHOWN = record({"looks": list_of(str, 1), "columns": list_of(str, 1), "cell": str})
+
+
+def fact_kind(fact):
+    """The kind (schema.py) of a fact, which the user knows or the database shows."""
+    return dialogue.fact_kind(fact) or BY(fact) or (SHOWN(fact) if fact["by"] == "look" else None)
+
+
+TABLES = table_of(list_of(list))
+OPTIONAL = {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)}
+TASK = task_kind({"schema": str, "databases": list_of(TABLES, 2)}, OPTIONAL)
+
+
+class Sql(FactDomain):
+    """Tasks with databases. To the scorer they are functions (as_function_task)."""
+
+    NOUN = "query"
+    COLUMNS = (
+        ("databases_agree", "databases", ".3f"),
+        ("success_seen", "seen", ".3f"),
+        ("success_unseen", "unseen", ".3f"),
+        ("all_known", "all known", ".3f"),
+        ("success_when_known", "when known", ".3f"),
+        ("looks", "looks", ".2f"))
+    SCORE_KEYS = "reward", "databases", "faults"
+    AGENT_SYSTEM = beside("prompts/sql_agent.txt")
+    JUDGE = beside("prompts/sql_judge.txt")
+    FAMILIES = family_names()
+    Environment = QueryEnvironment
+
+    def __init__(self):
+        self.PLAYERS = {"script": Script(self), "script-informed": Script(self, informed=True),
+                        "script-asker": self.asker_turn}
+
+    def owns(self, task):
+        return "databases" in task
+
+    def check_task(self, task, where):
+        check_kind(task, TASK, where)
+        if task.get("facts"):
+            check_keys(task, {"idle_looks": list, "template": str}, where)
+            dialogue.check_facts(task, where)
+
+    def make_task(self, rng, name, told, accept):
+        """None is made where no databases prove every decision. The id of a task with an unseen schema is of the test
+        split."""
+        schema, pattern = name.split("_")
+        words = schema_words(schema)
+        template = put(PATTERNS[pattern]["query"], words)
+        slots = {slot: put(DECISIONS[slot], words) for slot in re.findall(r"\{(\w+)\}", template)}
+        codes = {slot: rng.choice(list(decision["options"])) for slot, decision in slots.items()}
+        number = task_number(template.format(**codes), codes, "unseen" not in words)
+        if reason := accept(f"{number:016x}"):
+            return reason
+        databases = draw_databases(random.Random(number), words, template, slots, codes)
+        if not databases:
+            return "a wrong query that no database shows"
+
+        facts = [needed_fact(slot, decision, codes[slot]) for slot, decision in slots.items()]
+        to_ask = [fact for fact in facts if fact["by"] == "ask"]
+        one_or_none = rng.sample(to_ask, int(rng.random() < 0.3))       # drawn even where `told` does not ask for it
+        hints = []
+        for fact in {"none": [], "some": one_or_none, "all": facts}[told]:
+            fact["told"] = True
+            sentences = slots[fact["slot"]]["options"][fact["code"]]
+            hints.append(rng.choice(sentences))
+        request = put(rng.choice(PATTERNS[pattern]["requests"]), words)
+        tables = re.findall("CREATE TABLE (.*);", re.sub(" TEXT| INTEGER", "", schema_text(words)))
+        return {
+            "task_id": f"{number:016x}",
+            "problem_description": " ".join([request, *hints]) + "\n" + ", ".join(tables),
+            "ground_truth": template.format(**codes),
+            "schema": schema_text(words),
+            "databases": databases,
+            "family": name,
+            "seen": "unseen" not in words,
+            "template": template,
+            "facts": facts + [put(QUERIES["idle fact"], {"topic": topic}) for topic in QUERIES["idle"]],
+            "idle_looks": put(QUERIES["idle_looks"], words),
+        }
+
+    def answer_of(self, history, is_last):
+        """The statement that follows the marker, or stands before it where nothing follows; in the last round without a
+        marker the whole turn, as it is."""
+        content = history[-1]["content"]
+        before, marker, after = content.partition(self.MARKER)
+        if marker:
+            return statement_of(after if after.strip("`~ \n") else before)
+        return content if is_last else None
+
+    def learned(self, task, message, reply):
+        """The agent learns what it asks the user about and the user answers, and what the rows of a look show."""
+        query = query_of(message)
+        if query is not None:
+            return facts_seen(task, query, reply)
+        answered = dialogue.facts_answered(task["facts"], message, reply)
+        return [index for index in answered if task["facts"][index]["by"] == "ask"]
+
+    def kind_of(self, task, known, history, message):
+        """Kinds: "ask needed", "ask repeat", "ask idle" (does not matter), "ask for a look" (the database shows it),
+        "ask vague" (no topic); "look needed", "look repeat", "look idle" (shows nothing that matters); "right answer",
+        "wrong answer", "early answer", as for functions."""
+        answer, query = self.answer_of([{"content": message}], False), query_of(message)
+        if answer is not None:
+            return answer_kind(task, known, in_one_line(answer) == in_one_line(task["ground_truth"]))
+        if query is not None:
+            indices = looked_at(task, query)
+            if not known.issuperset(indices):
+                return "look needed"
+            is_repeated = message in [turn["content"] for turn in history]
+            return "look repeat" if indices or is_repeated else "look idle"
+        asked = topics_asked(task["facts"], message)
+        asked_user = [index for index in asked if task["facts"][index]["by"] == "ask"]
+        kind = asking_kind(task, known, asked_user)
+        return "ask for a look" if len(asked_user) < len(asked) and kind != "needed" else f"ask {kind}"
+
+    def text_of(self, fact):
+        """A decision, and how it stands in the solution."""
+        return f"{fact['topic']}: {fact['code'].strip()}"
+
+    def asker_turn(self, task, history, max_rounds, rng):
+        """What an asker says next that learns nothing in training.
+
+        It knows the decisions of the family and their values, and takes each value for equally likely. It asks or looks
+        where it expects most information; then it answers, and guesses what it has no round for."""
+        known = self.known_facts(task, history)
+        unknown = [task["facts"][index] for index in needed_facts(task) if index not in known]
+        if unknown and dialogue.num_agent_turns(history) + 1 < max_rounds:
+            fact = max(unknown, key=lambda fact: len(fact["guesses"]))
+            return asking(fact, rng)
+        return self.best_answer(task, known, rng)
+
+    def leak_of(self, task, reply):
+        """How a reply of the simulator shows SQL: as code (FactDomain.leak_of), or "query" (select … from a table)."""
+        leak = super().leak_of(task, reply)
+        tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))
+        if leak != "fence" and re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
+            return "query"
+        return leak
+
+    def measure(self, trajectories):
+        """"databases_agree": the mean reward. "looks": looks of a dialogue.
+        "success_seen", "success_unseen": the success on schemas that are also in the training split, and on others."""
+        num_looks, successes = 0, {}
+        for trajectory in trajectories:
+            num_looks += sum("tool" in turn for turn in trajectory["dialogue_history"])
+            if "seen" in trajectory["task"]:
+                name = "success_seen" if trajectory["task"]["seen"] else "success_unseen"
+                successes.setdefault(name, []).append(self.eval_score(trajectory))
+        metrics = {name: mean(values) for name, values in successes.items()}
+        return {"databases_agree": mean([trajectory["reward"] for trajectory in trajectories]),
+                "looks": num_looks / len(trajectories), **metrics, **super().measure(trajectories)}
+
+    def check_data(self, tasks, unsafe_scorer):
+        checks = check_with_two_scorers(list(map(as_function_task, tasks)), unsafe_scorer)
+        for task, check in zip(tasks, checks):
+            if doubt := self.doubt_of(task):
+                check["findings"]["order"] = doubt
+        return checks
+
+    def doubt_of(self, task):
+        """A database leaves open which rows the solution gives, or their order."""
+        for number, tables in enumerate(task["databases"][1:], 1):
+            if doubt := doubt_about(task, tables):
+                return f"database{number}: {doubt}"
+        return None

@@ -1,4 +1,4 @@
-"""Likely mistakes in a query, as mutants of a reference, and whether databases show them.
+"""Likely mistakes in a query, as mutants of a solution, and whether databases show them.
 
 sql.py draws hidden databases until each mutant gives other rows on one of them. docs/sql.md says how many wrong queries
 pass.
@@ -11,7 +11,7 @@ from colbench.sql_text import is_ordered
 
 # (kind, what a mistake is made of, what stands there instead …): each match of a pattern is replaced by each text.
 # {all} is the match, {0}, {1} … are its groups, {less} and {more} its number with a step down or up, {table} is the
-# table of children, {code} each way in which a status is stored. Written for the references of queries.json.
+# table of children, {code} each way in which a status is stored. Written for the solutions of queries.json.
 RULES = [
     ("threshold", r"([<>]=?) (\d+)",
      "{0} {less}", "{0} {more}", "> {1}", ">= {1}", "< {1}", "<= {1}", "= {1}", "<> {1}"),
@@ -35,21 +35,21 @@ RULES = [
     ("status", r"(\w\.status) = ('[^']*')", "{0} IN ({1}, '{code}')")]
 
 
-def mutants_of(reference, codes):
-    """{mutant: which rule made it} of a reference of queries.json; `codes` are the statuses as they are stored."""
-    table = re.search(r"(?:FROM|JOIN) (\w+) c\b", reference)[1]
-    other_codes = [code for code in codes if f"'{code}'" not in reference]
+def mutants_of(solution, codes):
+    """{mutant: which rule made it} of a solution of queries.json; `codes` are the statuses as they are stored."""
+    table = re.search(r"(?:FROM|JOIN) (\w+) c\b", solution)[1]
+    other_codes = [code for code in codes if f"'{code}'" not in solution]
     mutants = {}
     for kind, pattern, *texts in RULES:
-        for match in re.finditer(pattern, reference):
-            before, after = reference[:match.start()], reference[match.end():]
+        for match in re.finditer(pattern, solution):
+            before, after = solution[:match.start()], solution[match.end():]
             number = int((re.search(r"\d+", match[0]) or [0])[0])
             words = {"all": match[0], "less": number - 1, "more": number + 1, "table": table}
             for text in texts:
                 for code in other_codes if "{code}" in text else [None]:
                     changed = text.format(*match.groups(""), **words, code=code)
                     mutants.setdefault(before + changed + after, kind)
-    mutants.pop(reference, None)
+    mutants.pop(solution, None)
     return mutants
 
 
@@ -60,9 +60,9 @@ def open_empty(schema):
     return connection
 
 
-def agreeing(connection, reference, tables, queries):
-    """The queries which give the rows of the reference on the database `tables`, {name: rows}."""
-    ordered = is_ordered(reference)
+def agreeing(connection, solution, tables, queries):
+    """The queries which give the rows of the solution on the database `tables`, {name: rows}."""
+    ordered = is_ordered(solution)
 
     def rows(query):
         cursor = connection.execute(query)
@@ -72,5 +72,5 @@ def agreeing(connection, reference, tables, queries):
     for name in tables:
         connection.execute(f"DELETE FROM {name}")
     insert(connection, tables)
-    wanted = rows(reference)
+    wanted = rows(solution)
     return [query for query in queries if rows(query) == wanted]

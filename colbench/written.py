@@ -6,10 +6,10 @@ import itertools
 import json
 import re
 
-from colbench import beside
 from colbench.backend import NUM_TESTS
+from colbench.domain import beside
 
-MAX_LINES = 50                  # of a reference
+MAX_LINES = 50                  # of a solution
 MAX_SEED_CHARS = 2000           # of a text that gives the idea
 NEAR_DUPLICATE = 0.6            # the share of word triples, of two tasks' together, that makes one a repeat
 TASK_PROMPT = beside("task_prompt.txt")         # of {text} and one of KINDS

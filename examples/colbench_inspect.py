@@ -51,7 +51,7 @@ async def reply_to(row, history, simulator):
 def dialogue(max_rounds, simulator):
     async def solve(state, generate):
         row, domain = state.metadata, domain_of(state.metadata)
-        state.messages.insert(0, ChatMessageSystem(content=domain.AGENT_SYSTEM.format(max_rounds=max_rounds)))
+        state.messages.insert(0, ChatMessageSystem(content=domain.agent_system(max_rounds)))
         history = [{"role": "user", "content": row["problem_description"]}]
         for number in range(1, max_rounds + 1):
             if number == max_rounds:

@@ -60,7 +60,7 @@ class ColBenchTaskset(vf.Taskset[ColBenchTask, ColBenchConfig]):
                 row, where = json.loads(line), f"{self.config.tasks}:{number}"
                 if missing := domain_of(row, where).lacks(row, "rules"):
                     raise ColBenchError(f'{where}: missing "{missing}"')
-                system = domain_of(row).AGENT_SYSTEM.format(max_rounds=rounds)
+                system = domain_of(row).agent_system(rounds)
                 prompt = row["problem_description"] + ("\n(last round)" if rounds == 1 else "")
                 yield ColBenchTask(ColBenchData(prompt=prompt, system_prompt=system, row=row, max_rounds=rounds),
                                    self.config.task)

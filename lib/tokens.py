@@ -179,16 +179,16 @@ LOGGED_SYSTEM = re.compile(
 def agent_chat(trajectory, history):
     """The chat that a trajectory's agent sees after `history` (agent_messages)."""
     max_rounds = trajectory.get("max_rounds", 10)
-    return agent_messages(history, max_rounds, domain_of(trajectory["task"]).AGENT_SYSTEM, system_prompt(trajectory))
+    return agent_messages(history, max_rounds, our_system(trajectory), system_prompt(trajectory))
 
 
-def agent_messages(history, max_rounds, domain_prompt, system=None):
+def agent_messages(history, max_rounds, our_prompt, system=None):
     """The chat that an agent sees before its next turn: a system prompt and the dialogue.
 
-    The prompt is the domain's; the user's message that opens the last round then ends with a note.
+    The prompt is the domain's, our_prompt; the user's message that opens the last round then ends with a note.
     system: a text that replaces this prompt and the note.
     `c` is not an argument: no model that plays the agent can see it."""
-    prompt = domain_prompt.format(max_rounds=max_rounds) if system is None else system
+    prompt = our_prompt if system is None else system
     messages = [{"role": "system", "content": prompt}] if prompt or system is not None else []
     for turn in history:
         messages.append({"role": turn["role"], "content": turn["content"]})
@@ -204,7 +204,7 @@ def template_args(trajectory):
 
 def our_system(trajectory):
     """The system prompt that our agent had in a trajectory."""
-    return domain_of(trajectory["task"]).AGENT_SYSTEM.format(max_rounds=trajectory.get("max_rounds", 10))
+    return domain_of(trajectory["task"]).agent_system(trajectory.get("max_rounds", 10))
 
 
 def system_prompt(trajectory):

@@ -16,7 +16,7 @@ import time
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from colbench.backend import AGENT_SYSTEM  # noqa: E402
+from colbench import backend  # noqa: E402
 from lib.engine import Engine, next_tokens  # noqa: E402
 from lib.load import load_model  # noqa: E402
 from lib.runtime import start  # noqa: E402
@@ -75,7 +75,7 @@ async def play(number, engine, tokenizer, args):
     """The outputs of each turn of a dialogue."""
     history, sampled = [{"role": "user", "content": REQUEST.format(number)}], []
     for turn in range(args.rounds):
-        messages = agent_messages(history, args.rounds, AGENT_SYSTEM)
+        messages = agent_messages(history, args.rounds, backend.agent_system(args.rounds))
         prompt = encode(tokenizer, render_chat(tokenizer, messages, add_generation_prompt=True))
         randoms = uniforms((args.best_of, args.max_new_tokens), number, turn)
         sampled.append(await engine.generate(prompt, randoms, 1.0, key=number))

@@ -4,6 +4,7 @@ import hashlib
 import pytest
 
 from colbench import backend, DOMAINS, make_tasks, SPLITS
+from colbench.dialogue import topics_asked
 from colbench.scorer import Scorer
 from conftest import call
 
@@ -34,7 +35,7 @@ def test_the_request_is_vague_questions_reach_their_fact_and_replies_hold_no_cod
         assert task["problem_description"].endswith(task["ground_truth"].splitlines()[0])
         for index, fact in enumerate(task["facts"]):
             for question in fact["questions"]:
-                assert backend.topics_asked(task["facts"], question) == [index], question
+                assert topics_asked(task["facts"], question) == [index], question
             assert fact["matters"] or not fact["told"]
             for reply in fact["replies"]:
                 assert len(reply) <= backend.REPLY_CHARS and backend.leak_of(task, reply) is None

@@ -11,7 +11,6 @@ import time
 import pytest
 
 from colbench import backend
-from colbench.defaults import nothing
 from colbench.dialogue import UNCLEAR
 from conftest import BASE, begin, call, killed, Partial, read, refused, stage, succeed, turns, write
 from lib.data import read_trajectories
@@ -263,7 +262,7 @@ def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace
     history[2]["tool"], history[4]["leak"] = True, "signature"
     assert "50.0% of the simulator's replies leak code" in rollout.summary(write(tmp_path / "rows", rows[:1]))
     assert stage(5).measure_leaks(rows[:1], backend) == {"leaks": 0.5, "leaks_by_kind": {"signature": 1}}
-    monkeypatch.setattr(backend, "leak_of", nothing)                            # as in a domain that cannot tell one
+    monkeypatch.setattr(backend, "leak_of", None)                            # as in a domain that cannot tell one
     assert "leak" not in rollout.summary(tmp_path / "rows")
 
 

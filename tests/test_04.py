@@ -167,7 +167,7 @@ def test_phases_can_be_inspected(sweet):
     out, printed, _ = sweet
     first = read(out / "metrics.jsonl")[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and first["acc"] == 0.5    # mtdpo's: test_training.py
-    ours = backend.AGENT_SYSTEM.format(max_rounds=8)
+    ours = backend.agent_system(8)
     assert json.loads((out / "agent.json").read_text()) == {"system_prompt": ours, "chat_template_args": {}}
     scored, pairs = read(out / "scored.jsonl"), read(out / "pairs.jsonl")
     for row in scored:                           # c never reaches a prompt, but its signature, which is in the request

@@ -36,7 +36,7 @@ from lib.tokens import (
 )
 
 U, A, E = "<|user|>", "<|assistant|>", "<|end|>"
-PROMPT = backend.AGENT_SYSTEM
+PROMPT = backend.agent_system
 TASK = {"problem_description": "f", "ground_truth": "def f(): pass", "test_cases": {"1": "f()"}}
 HISTORY = turns("a", "b")
 PAGE = {"problem_description": "a page", "ground_truth": "<p>"}
@@ -191,10 +191,11 @@ def test_thoughts_are_not_seen(text, prompt, seen):
 
 def test_agent_messages_name_the_last_round_and_never_hold_c():
     history = turns("a", "b", "c")
-    contents = [[m["content"] for m in agent_messages(history, rounds, PROMPT)[1:]] for rounds in (3, 2)]
+    chats = [agent_messages(history, rounds, PROMPT(rounds)) for rounds in (3, 2)]
+    contents = [[m["content"] for m in chat[1:]] for chat in chats]
     assert contents == [["a", "b", "c"], ["a", "b", "c\n(last round)"]]
-    assert "3 rounds" in agent_messages(history, 3, PROMPT)[0]["content"] and history[-1]["content"] == "c"
-    other = agent_messages(history, 2, PROMPT, "As {it} is, {max_rounds} {}")         # literal; no note of ours
+    assert "3 rounds" in chats[0][0]["content"] and history[-1]["content"] == "c"
+    other = agent_messages(history, 2, PROMPT(2), "As {it} is, {max_rounds} {}")         # literal; no note of ours
     assert [m["content"] for m in other] == ["As {it} is, {max_rounds} {}", "a", "b", "c"]
 
 
@@ -207,8 +208,8 @@ LLAMA = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
     ({"input": f"{LLAMA}Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\nHelp.<|eot_id|>"}, "Help."),
     ({"input": "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>user\n"}, "Help."),
     ({"input": f"<|user|>{LLAMA}Help.<|eot_id|>"}, None),                         # in what the person says
-    ({"input": f"{LLAMA}{PROMPT.format(max_rounds=10)}<|eot_id|>"}, None),                                        # ours
-    ({"input": f"{LLAMA}{PROMPT.format(max_rounds=4)}<|eot_id|>"}, PROMPT.format(max_rounds=4)),
+    ({"input": f"{LLAMA}{PROMPT(10)}<|eot_id|>"}, None),                                        # ours
+    ({"input": f"{LLAMA}{PROMPT(4)}<|eot_id|>"}, PROMPT(4)),
     ({}, None)])
 def test_the_system_prompt_is_read_from_the_logged_prompt(change, system):
     trajectory = {"task": TASK, "dialogue_history": [

@@ -29,7 +29,7 @@ def test_topics_asked_is_tolerant_and_tells_topics_apart():
                            ("What stands between two names?", [2]), ("Which order should they have?", [3]),
                            ("Which separator and which order?", [2, 3]), ("Does the country matter?", [4]),
                            ("Where does it stand?", []), ("Can you tell me more?", [])):
-        assert backend.topics_asked(facts, message) == asked, message
+        assert dialogue.topics_asked(facts, message) == asked, message
 
 
 @pytest.mark.parametrize("task, history, message, of_query, of_function", [

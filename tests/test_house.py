@@ -7,7 +7,7 @@ import pytest
 
 import colbench
 import toy_domain
-from conftest import BASE, call, read, ROOT, stage, succeed
+from conftest import BASE, call, read, refused, ROOT, stage, succeed
 
 STAGES = sorted(ROOT.glob("0*.py"))
 FORKS = [ROOT / "examples" / f"{name}.py" for name in ("answers", "distill", "gain", "grpo")]
@@ -90,14 +90,14 @@ def lines_of(path, name):
 # --- a domain of its own: toy_domain.py
 
 def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch):
-    monkeypatch.setitem(colbench.DOMAINS, "toy", toy_domain)
+    monkeypatch.setitem(colbench.DOMAINS, "toy", toy_domain.Toy())
     tasks, demos, off, played = (tmp_path / f"{name}.jsonl" for name in ("tasks", "demos", "off", "played"))
     model, critic, sweet, report = (tmp_path / name for name in ("model", "critic", "sweet", "report"))
     train = ["--lr", 1e-3, "--epochs", 1, "--micro-batch-size", 16]
     call(1, "--domain", "toy", "--num-tasks", 20, "--out", tasks)
     for seed, out in ((0, demos), (1, off)):
         call(2, "--tasks", tasks, "--agent", "script", "--samples", 4, "--max-rounds", 3, "--out", out, "--seed", seed)
-    assert len(rows := read(demos)) == 80 and {row["reward"] for row in rows} == {0.0, 1.0}
+    assert len(rows := read(demos)) == 80 and {row["reward"] for row in rows} == {0.0, 0.5, 1.0}
     call(4, "--method", "sft", "--model", "tiny", "--trajectories", demos, "--out", model, *train)
     call(3, "--trajectories", off, "--model", model, "--out", critic, *train)
     for method, more in (("rft", []), ("mtdpo", []),
@@ -108,9 +108,39 @@ def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch):
     call(5, f"script={off}", f"sweet={played}", "--baseline", "script", "--out", report)
     metrics = json.loads((report / "metrics.json").read_text())
     assert metrics["script"]["n"] == 80 and metrics["sweet"]["n"] == 20 and metrics["sweet"]["judge"] == "equality"
-    assert metrics["script"]["success_rate"] == sum(row["reward"] for row in read(off)) / 80
+    assert metrics["script"]["mean_reward"] == sum(row["reward"] for row in read(off)) / 80
     assert "Guess what I like" in (report / "report.html").read_text()
     assert "The colour that this person needs" in stage(3).common.solution_text(rows[0]["task"])
+    assert toy_domain.Toy().agent_system(3).endswith('in 3 rounds. Do not answer in JSON, such as {"colour": "red"}.')
+
+
+class Unfinished(colbench.Domain):
+    NOUN, FAMILIES, AGENT_SYSTEM, Environment = "thing", (), "", colbench.Environment
+
+    def owns(self, task):
+        return False
+
+
+@pytest.mark.parametrize("domain, line", [
+    (Unfinished(), "the domain Unfinished must define check_task, make_task, answer_of (colbench/domain.py)"),
+    (type("Numbered", (toy_domain.Toy,), {"make_task": lambda self, rng, family, told, accept: accept("car 1")})(),
+     "\"task_id\" 'car 1' is not hexadecimal; colbench.task_id makes one")])
+def test_a_mistake_in_a_domain_is_one_line(domain, line, tmp_path, monkeypatch):
+    monkeypatch.setitem(colbench.DOMAINS, "toy", domain)
+    assert refused(1, "--domain", "toy", "--num-tasks", 2, "--out", tmp_path / "tasks.jsonl") == line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("reward", [2, -1.5, float("nan"), None, "1"])
+def test_a_wrong_reward_is_one_line(reward, tmp_path, monkeypatch):
+    async def verdicts(self, pairs, explain):
+        return [{"reward": reward} for _ in pairs]
+
+    monkeypatch.setitem(colbench.DOMAINS, "toy", toy_domain.Toy())
+    monkeypatch.setattr(toy_domain.ToyEnvironment, "verdicts", verdicts)
+    call(1, "--domain", "toy", "--num-tasks", 2, "--out", tmp_path / "tasks.jsonl")
+    line = refused(2, "--tasks", tmp_path / "tasks.jsonl", "--agent", "script", "--out", tmp_path / "out.jsonl")
+    assert line.startswith('ToyEnvironment.verdicts: "reward" is ')
 
 
 # --- a fork: one file, copied and changed

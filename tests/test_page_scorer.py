@@ -202,7 +202,7 @@ def test_metrics_of_pages(tmp_path):
     assert odd["faults"] == {"not drawn: the page replaced itself": 1}
     rewards = [row["reward"] for row in rows["odd"]]
     assert rewards[0] == 1 and rewards[1] == rewards[2] < 0.4 and rewards[3] == 0
-    assert "odd: the references of 1 tasks cannot be rendered; no answer is like them" in printed
+    assert "odd: the solutions of 1 tasks cannot be rendered; no answer is like them" in printed
     assert ">not rendered<" in html
 
 

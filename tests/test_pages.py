@@ -11,6 +11,19 @@ import pytest
 
 from colbench import frontend, make_tasks
 from colbench.browser import Browser, Render
+from colbench.frontend import (
+    asked_values,
+    colour_words,
+    last_page,
+    LOOK,
+    OUTPUT,
+    page_of,
+    page_reply,
+    page_values,
+    SAYINGS,
+    scripted_turn,
+)
+from colbench.frontend import PAGES as TEMPLATES
 from colbench.similarity import PageScorer
 from conftest import call, fork, read, refused, ROOT, succeed, trajectory, turns, write
 
@@ -33,25 +46,25 @@ def codes_of(task):
 def test_a_task_is_its_template_with_its_codes_and_the_idea_leaves_out_what_is_not_told(tasks):
     for task in tasks["train"]:
         page, idea, codes = task["ground_truth"], task["problem_description"], codes_of(task)
-        assert task["template"].format(**codes) == page == frontend.page_of(page) and frontend.owns(task)
+        assert task["template"].format(**codes) == page == page_of(page) and frontend.owns(task)
         assert task.keys() == {"task_id", "problem_description", "ground_truth", "family", "template", "slots"}
         for slot in task["slots"]:
             assert slot["guesses"][0] == slot["code"]
             assert len({*slot["guesses"]}) == len(slot["guesses"]) == len(slot["names"]) >= 3
-        assert frontend.page_values(task, f"Look:\n{page}\nDo you like it?") == codes
+        assert page_values(task, f"Look:\n{page}\nDo you like it?") == codes
         assert len(re.findall(r"\w+|(?:(?!(?<=\w) (?=\w))\W)+", page)) <= 160        # the tokens of 04's tiny model
-        told = frontend.asked_values(task, idea)
+        told = asked_values(task, idea)
         assert told == {slot["slot"]: slot["code"] for slot in task["slots"] if slot["told"]}
         assert len(told) <= 2 and "\n" not in idea
         assert [known for _, known in frontend.facts(task, turns(idea))] == [slot["told"] for slot in task["slots"]]
-    assert frontend.page_values(task, "Could you tell me more?") is None
+    assert page_values(task, "Could you tell me more?") is None
     assert 0.15 < sum(any(s["told"] for s in task["slots"]) for task in tasks["train"]) / 60 < 0.45
     [none], [task] = (make_tasks(frontend, 1, 0, "all", told) for told in ("none", "all"))
-    assert frontend.asked_values(none, none["problem_description"]) == {}
+    assert asked_values(none, none["problem_description"]) == {}
     asked = [turns("?", "", f"The {none['slots'][0]['topic']} should be {name}.") for name in none["slots"][0]["names"]]
     known = [[is_known for _, is_known in frontend.facts(none, history)] for history in asked]
     assert known[0] == [True] + [False] * 9 and not any(known[1])    # what is asked wrongly is not known
-    assert len(frontend.asked_values(task, task["problem_description"])) == 10
+    assert len(asked_values(task, task["problem_description"])) == 10
     assert task["problem_description"].startswith(
         "A website for an old bakery in our town. The background should be pink. The font should be sans-serif. The ")
     assert task["slots"][4] == {
@@ -69,10 +82,10 @@ def test_the_page_in_what_models_write():
     """None: a question that names a tag, or compares, is no page."""
     for text, page in [*GIVEN["turns"], ["<div><p>" * 100_000, None], ["`" * 20_000, None]]:    # these once took hours
         expected = page and page.replace("{page}", GIVEN["page"])
-        assert frontend.page_of(text.replace("{page}", GIVEN["page"])) == expected, text[:200]
+        assert page_of(text.replace("{page}", GIVEN["page"])) == expected, text[:200]
     assert frontend.shown("I think.\nOUTPUT:\n<p>x</p>") == "<p>x</p>"
     history = turns("<p>user</p>", "<p>1</p>", "?", "What else?")
-    assert frontend.last_page(history) == "<p>1</p>" and frontend.last_page(history[:1]) is None
+    assert last_page(history) == "<p>1</p>" and last_page(history[:1]) is None
 
 
 # --- the rule-based user simulator
@@ -87,7 +100,7 @@ NO_SIDEBAR = {"sidebar": [None, 0], "sidebar colour": [None, 0]}
 
 def replies(wanted, shown):
     """What the user may say of a page; shown None: none was sent."""
-    return {frontend.page_reply(wanted, shown, random.Random(i)) for i in range(60)}
+    return {page_reply(wanted, shown, random.Random(i)) for i in range(60)}
 
 
 @pytest.mark.parametrize("wanted, shown, sentence", [
@@ -112,13 +125,13 @@ def test_the_two_largest_differences_are_named_or_none():
     grown = spec(**{"card colour": [RED, 0.9]})                            # it covers most of what the agent made
     assert all("cards" in reply.removeprefix("Thanks. ").split(".")[0] for reply in replies(wanted, grown))
     same = spec(header=[[0, 0, 139], 0.3], title=["OVEN", 0.02])           # no eye sees these
-    assert replies(spec(), same) == set(frontend.SAYINGS["content"])
-    assert replies(spec(), None) == set(frontend.SAYINGS["no page"])
+    assert replies(spec(), same) == set(SAYINGS["content"])
+    assert replies(spec(), None) == set(SAYINGS["no page"])
     both = [Render(None, one, None) for one in (wanted, spec())]
     world = mock.Mock(rendered=mock.AsyncMock(return_value=both))
     for said in ("<p>2</p>", "Do you like it?"):                     # after words it is not of the page before
         reply = frontend.Environment.rule_reply(world, None, turns("?", "<p>1</p>", "!", said), random.Random(0))
-        assert (asyncio.run(reply) in frontend.SAYINGS["no page"]) == ("<p>" not in said)
+        assert (asyncio.run(reply) in SAYINGS["no page"]) == ("<p>" not in said)
 
 
 @pytest.mark.parametrize("colour, words", [
@@ -127,7 +140,7 @@ def test_the_two_largest_differences_are_named_or_none():
     ([3, 3, 4], "almost black"), ([16, 185, 129], "a green"), ([253, 186, 116], "a light orange"),
     ([249, 115, 22], "an orange"), ([250, 10, 40], "a red")])
 def test_colours_in_words(colour, words):
-    assert frontend.colour_words(colour) == words
+    assert colour_words(colour) == words
 
 
 # --- the scripted designer
@@ -136,8 +149,8 @@ def roll_out(task, seed, informed):
     """The share of slots that are right after each of four rounds, with a user who names the first two that are not."""
     said, page, shares = [task["problem_description"]], {}, []
     for number in range(4):
-        text = frontend.scripted_turn(task, turns(*said), 4, random.Random(f"{seed} {number}"), informed)
-        values = frontend.page_values(task, text)
+        text = scripted_turn(task, turns(*said), 4, random.Random(f"{seed} {number}"), informed)
+        values = page_values(task, text)
         page = values or page
         wrong = [slot for slot in task["slots"] if page.get(slot["slot"]) != slot["code"]]
         shares.append(1 - len(wrong) / len(task["slots"]))
@@ -158,14 +171,14 @@ def test_pages_get_better_and_dialogues_differ(tasks, informed, first, last):
 def test_turns_of_the_designer(tasks):
     task = tasks["train"][0]
     request = task["problem_description"]
-    texts = [frontend.scripted_turn(task, turns(request), 4, random.Random(i)) for i in range(300)]
-    pages = [frontend.page_values(task, text) for text in texts]
-    assert {text for text, page in zip(texts, pages) if not page} == set(frontend.PAGES["talk"])
+    texts = [scripted_turn(task, turns(request), 4, random.Random(i)) for i in range(300)]
+    pages = [page_values(task, text) for text in texts]
+    assert {text for text, page in zip(texts, pages) if not page} == set(TEMPLATES["talk"])
     assert all(page[s["slot"]] == s["code"] for page in pages if page for s in task["slots"] if s["told"])
-    assert any(text.startswith(f"I begin with a simple page.\n{frontend.OUTPUT}\n<style>") for text in texts)
+    assert any(text.startswith(f"I begin with a simple page.\n{OUTPUT}\n<style>") for text in texts)
     history = turns(request, task["ground_truth"], "The cards should be in one column.", "Could you tell me more?",
                     "Please show me a page.")
-    later = [frontend.page_values(task, frontend.scripted_turn(task, history, 4, random.Random(i), True))
+    later = [page_values(task, scripted_turn(task, history, 4, random.Random(i), True))
              for i in range(60)]
     assert sum(page is not None and page["columns"] == "1" for page in later) > 45        # what was said since its page
 
@@ -187,7 +200,7 @@ def test_every_slot_shows_and_is_named_and_a_page_in_another_style_is_read(tasks
     browser = Browser(tmp_path)
 
     async def render_all():
-        return await asyncio.gather(*(browser.render(page, read=frontend.LOOK) for page in pages))
+        return await asyncio.gather(*(browser.render(page, read=LOOK) for page in pages))
     empty, other, *renders = asyncio.run(render_all())
     browser.close()
     references = dict(zip(wanted, renders))
@@ -196,16 +209,16 @@ def test_every_slot_shows_and_is_named_and_a_page_in_another_style_is_read(tasks
         reference = references[task["task_id"]]
         assert picture(reference.image).tobytes() != picture(render.image).tobytes(), (slot["slot"], code)
         for reply in replies(reference.spec, render.spec):
-            assert frontend.asked_values(task, reply) == {slot["slot"]: slot["code"]}, reply
+            assert asked_values(task, reply) == {slot["slot"]: slot["code"]}, reply
         for reply in replies(render.spec, reference.spec):
-            assert frontend.asked_values(task, reply) == {slot["slot"]: code}, reply
+            assert asked_values(task, reply) == {slot["slot"]: code}, reply
 
     assert {aspect: value for aspect, (value, _) in other.spec.items()} == GIVEN["other.html"]
     assert empty.spec.keys() == other.spec.keys() and empty.spec["background"] == [[255, 255, 255], 1]
     assert all(0 <= area <= 1 for _, area in other.spec.values()) and 0.05 < other.spec["header"][1] < 0.2
     assert all(value is None for aspect, (value, _) in empty.spec.items() if aspect != "background")
     rng = random.Random
-    assert frontend.page_reply(other.spec, empty.spec, rng(3)) != frontend.page_reply(other.spec, None, rng(3))
+    assert page_reply(other.spec, empty.spec, rng(3)) != page_reply(other.spec, None, rng(3))
 
 
 # --- the stages
@@ -227,7 +240,7 @@ def test_dialogues_end_after_the_last_round_with_the_last_page(pages):
     for row in rows:
         history = row["dialogue_history"]
         assert [turn["role"] for turn in history] == ["user", "assistant"] * 2 and row["num_rounds"] == 2
-        assert row["answer"] == (frontend.last_page(history) or "") and row["similarity"] == "pixels"
+        assert row["answer"] == (last_page(history) or "") and row["similarity"] == "pixels"
         reference, image = (row[key] and str(pages / row[key]) for key in ("reference_image", "image"))
         assert scorer.score([(reference, image)]) == [row["reward"]]
         for turn in history[1::2]:
@@ -261,7 +274,7 @@ def test_a_simulator_on_a_server_sees_both_pages(pages, tmp_path, serve):
     [row] = read(tmp_path / "o.jsonl")
     agent, replies = row["dialogue_history"][1::2], row["dialogue_history"][2::2]
     for number, turn in enumerate(replies):
-        made = any(frontend.page_of(earlier["content"]) for earlier in agent[:number + 1])
+        made = any(page_of(earlier["content"]) for earlier in agent[:number + 1])
         assert turn["content"] == f"I see {1 + made} pictures."
     request = read(simulator["log"])[0]
     assert row["task"]["problem_description"] in request["messages"][0]["content"][0]["text"]

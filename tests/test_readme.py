@@ -10,11 +10,13 @@ import shlex
 import subprocess
 import tempfile
 import tomllib
+import types
 
 import pytest
 import torch
 
-from colbench import DOMAINS
+from colbench import Domain, DOMAINS, Environment
+from colbench.domain import check_domain, REQUIRED
 from conftest import call, ROOT
 
 study = importlib.import_module("scripts.study")
@@ -195,18 +197,19 @@ def test_pairs_as_trl_takes_them(tmp_path, monkeypatch):
 
 
 def test_the_interface_of_a_domain_is_documented_whole():
-    import colbench
-    from colbench import defaults
-    assert any("](../colbench/__init__.py)" in page for page in PAGES.values())           # where it is stated, once
-    sections = re.split(r"\n-{10,}\n", colbench.__doc__)[1:]
-    required, *optional, of_world = (
-        set(re.findall(r"^([A-Z_]{2,}|[a-z_]+(?=\()|Environment)", section, re.MULTILINE)) for section in sections)
-    optional = set.union(*optional)
-    assert 5 < len(required) <= 16 and len(optional) > 15 and of_world == {"TAKES"}
-    assert optional <= set(dir(defaults)) and not (required - {"Environment"}) & set(dir(defaults))
+    """At each name: a docstring, or a comment beside it or above it."""
+    assert "](../colbench/domain.py)" in PAGES["docs/fork.md"]
+    text = (ROOT / "colbench" / "domain.py").read_text()
+    names = {owner: [name for name in vars(owner) if not name.startswith("_")] for owner in (Domain, Environment)}
+    for owner, owned_names in names.items():
+        for name in owned_names:
+            method = getattr(owner, name)
+            comment = re.search(rf"\n    (# .*\n    {name} = .*|{name} = .*  # .*)\n", text)
+            assert getattr(method, "__doc__", None) if isinstance(method, types.FunctionType) else comment, name
+    assert len(names[Domain]) > 20 and 5 < len(REQUIRED) <= 16 and set(REQUIRED) <= set(names[Domain])
     for domain in DOMAINS.values():
-        missing = (required | optional) - set(dir(domain))
-        assert not missing and hasattr(domain.Environment, "TAKES"), (domain.__name__, missing)
+        assert isinstance(domain, Domain) and issubclass(domain.Environment, Environment)
+        check_domain(domain)
 
 
 def test_the_readme_is_short_and_the_number_of_attacks_is_right():

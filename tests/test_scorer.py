@@ -171,13 +171,13 @@ def test_decoding_gives_what_was_encoded():
 def test_an_answer_gets_the_calls_of_the_tested_functions(call, asked, rest):
     """And what around them tells nothing of the value that is wanted. The last, f, is no data: then more is asked."""
     test = questions.Test(call)
-    test.learn_reference(["ok", ["tuple", 1, 1] if test.operator else 1], Names(set(), {"f", "g", "Box"}))
+    test.learn_solution(["ok", ["tuple", 1, 1] if test.operator else 1], Names(set(), {"f", "g", "Box"}))
     assert (test.asked, test.rest, test.is_settled) == (asked, rest, rest is None)
     if asked == "f":
         test.settle(["error", "TypeError: a value of type function cannot be compared"], None)
         assert (test.asked, test.rest) == (call, None)
         test.settle(["ok", 1], None)
-        assert test.is_settled and test.asked_on_reference == [1]
+        assert test.is_settled and test.asked_on_solution == [1]
 
 
 def test_no_answer_says_that_a_test_cannot_be_graded(scorer):

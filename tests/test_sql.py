@@ -8,11 +8,12 @@ import json
 import random
 import re
 import time
-import types
 
 import pytest
 
 from colbench import in_split, make_tasks, sql, sql_mutants
+from colbench.dialogue import topics_asked
+from colbench.sql import BIG, LAST_YEAR, looked_at, SCHEMAS, Sql
 from colbench.sql_child import canonical
 from colbench.sql_text import begins_as, is_ordered, MAX_CHARS, QUERY, statement_of
 from colbench.values import encode, equal_values
@@ -163,8 +164,10 @@ def test_a_look_shows_a_short_table_or_the_database_s_error(environment):
     assert environment.tables[key] == "Error: not authorized"        # kept
 
 
-UNSEEN = types.SimpleNamespace(FAMILIES=[name for name in sql.FAMILIES if "unseen" in sql.SCHEMAS[name.split("_")[0]]],
-                               make_task=sql.make_task)
+class Unseen(Sql):
+    """The families whose schemas are in the test split alone."""
+
+    FAMILIES = [name for name in sql.FAMILIES if "unseen" in SCHEMAS[name.split("_")[0]]]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +175,7 @@ def tasks():
     """{split: tasks}: of each family one, 15 without stated decisions, and of each unseen family one."""
     return {"train": make_tasks(sql, len(sql.FAMILIES), 0, "train", "some"),
             "validation": make_tasks(sql, 15, 1, "validation", "none"),
-            "test": make_tasks(UNSEEN, len(UNSEEN.FAMILIES), 0, "test", "all")}
+            "test": make_tasks(Unseen(), len(Unseen.FAMILIES), 0, "test", "all")}
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +190,7 @@ def test_unseen_schemas_are_in_the_test_split_alone_and_of_known_words(tasks):
         assert all(task["seen"] == (split != "test") and in_split(task["task_id"], split) for task in split_tasks)
     assert {task["family"].split("_")[0] for task in tasks["test"]} == {"theatre", "bank", "garage"}
     words = {True: set(), False: set()}                             # {whether a schema is unseen: its words}
-    for schema in sql.SCHEMAS.values():
+    for schema in SCHEMAS.values():
         words["unseen" in schema].update(str(word) for key, word in schema.items() if key != "unseen")
     assert words[True] and words[True] <= words[False]
     # a schema has "places" or "best"
@@ -232,7 +235,7 @@ def test_databases_keep_what_the_domain_tells_the_agent(parts):
         dates = [[date for row in tables[children] for date in row[4:6] if date] for tables in task["databases"]]
         assert all(re.fullmatch(r"20\d\d-(0[1-9]|1[012])-(0[1-9]|[12]\d|3[01])", date) for date in sum(dates, []))
         codes = {slot: fact["code"] for slot, fact in facts.items()}
-        year, most = codes.get("year", sql.LAST_YEAR), 20_000 if codes.get("unit") else 400
+        year, most = codes.get("year", LAST_YEAR), 20_000 if codes.get("unit") else 400
         assert max(sum(dates, []))[:4] == year == max(row[4] for row in task["databases"][0][children] if row[4])[:4]
         for tables in task["databases"]:
             for table in (parents, *places):
@@ -263,7 +266,7 @@ def test_the_databases_of_a_reference_are_the_same_whatever_the_seed():
 def limit_in(tables, children, columns=slice(2, 4)):
     """The limit that the amounts of a database lie at, by the looks of them."""
     amounts = [amount for row in tables[children] for amount in row[columns]]
-    return max(sql.BIG, key=lambda limit: sum(abs(amount - limit) <= 5 for amount in amounts if amount))
+    return max(BIG, key=lambda limit: sum(abs(amount - limit) <= 5 for amount in amounts if amount))
 
 
 def test_a_look_does_not_show_what_is_big(parts):
@@ -275,7 +278,7 @@ def test_a_look_does_not_show_what_is_big(parts):
 def test_a_query_that_takes_the_limit_from_the_amounts_fails(parts):
     guess = ("(SELECT column1 FROM (VALUES {limits}) ORDER BY (SELECT COUNT(*) FROM (SELECT {0} AS a FROM {table} "
              "UNION ALL SELECT {1} FROM {table}) WHERE abs(a - column1) <= 5) DESC LIMIT 1)")
-    limits, passed = ", ".join(f"({limit})" for limit in sql.BIG), []
+    limits, passed = ", ".join(f"({limit})" for limit in BIG), []
     for task, facts, (_, children, *_) in parts:
         if "big" in facts:
             amounts = re.search(rf"{children}\(\w+ \w+, \w+ \w+, (\w+) \w+, (\w+)", task["schema"]).groups()
@@ -304,14 +307,14 @@ def test_every_look_shows_what_it_is_for_and_the_simulator_shows_no_sql(tasks, e
         for i, fact in enumerate(task["facts"]):
             assert all(sql.leak_of(task, reply) is None for reply in fact["replies"])
             for question in fact["questions"]:
-                asked = sql.topics_asked(task["facts"], question)
+                asked = topics_asked(task["facts"], question)
                 assert asked == [i], (question, [task["facts"][j]["topic"] for j in asked])
             for query in fact.get("looks", ()):
                 rows = look(environment, query, task)
                 history = turns("?", f"QUERY: {query}", rows)
                 assert sql.known_facts(task, history) == {i} and sql.known_facts(task, history[:2]) == set(), rows
                 looks[fact["slot"]] += 1
-        assert not any(sql.looked_at(task, query) for query in task["idle_looks"])
+        assert not any(looked_at(task, query) for query in task["idle_looks"])
     assert set(looks) == {"code", "year", "unit"}
 
 
@@ -354,7 +357,7 @@ def test_a_reference_that_leaves_the_order_of_rows_open(reference):
 def test_check_finds_nothing_but_a_reference_that_leaves_the_order_open_which_is_named_at_import(tasks, tmp_path):
     tied = {**task_of("sum"), "task_id": "tied", "ground_truth": "SELECT name FROM customers ORDER BY status"}
     path = write(tmp_path / "tasks.jsonl", [*tasks["validation"][:3], tied])
-    doubt = "database1: the reference leaves the order of its rows open: ties of ORDER BY, or LIMIT"
+    doubt = "database1: the solution leaves the order of its rows open: ties of ORDER BY, or LIMIT"
     call(1, "--check", path, "--out", tmp_path / "checks.jsonl")
     checks = [(check["num_tests"], check["findings"]) for check in read(tmp_path / "checks.jsonl")]
     assert checks == [(6, {})] * 3 + [(6, {"order": doubt})]

@@ -128,12 +128,13 @@ def turns_data(trajectory, domain):
         else:
             facts = domain.facts(task, history[:place + 1]) or []
             known_now = {number for number, (_, is_known) in enumerate(facts) if is_known}
+            may_leak = domain.leak_of and place > 0 and not turn.get("tool")
             turns.append(slim({
                 "who": "user",
                 "text": text_of(turn["content"]),
                 "learned": sorted(known_now - known),
                 "tool": "tool" if turn.get("tool") else None,
-                "leak": domain.leak_of(task, turn["content"]) if place > 0 and not turn.get("tool") else None,
+                "leak": domain.leak_of(task, turn["content"]) if may_leak else None,
             }))
             known |= known_now
     return turns

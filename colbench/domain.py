@@ -1,0 +1,231 @@
+"""What a domain of ColBench is: a kind of tasks, such as Python functions. A domain is a subclass of Domain, and what
+it runs is a subclass of Environment. tests/toy_domain.py is a small one. colbench/__init__.py lists them all.
+
+In the comments and docstrings:
+
+task        a dict with "problem_description" (the vague request), "ground_truth" (the solution c) and the domain's own
+            fields
+history     a list of turns {"role": "user" | "assistant", "content": str}; the first turn is the request
+trajectory  {"task", "dialogue_history", "answer", "reward", …}
+simulator   the user simulator: rules or a model
+"""
+import functools
+import hashlib
+import pathlib
+
+from colbench.schema import label, nullable, number, record
+
+
+class ColBenchError(Exception):
+    """Bad input, or something missing on this machine: one line that says where, what and how to fix it."""
+
+
+class Environment:
+    """What a domain runs (a scorer, a browser), as a context manager."""
+
+    # Names of the constructor's arguments, each with a default. Flags of the stages: unsafe_scorer, compat (verdicts of
+    # the published scorer), browser, similarity, clip_model; a stage refuses a flag that is not in TAKES. Set by the
+    # stages: images (a folder for screenshots), rows_in (the folder to which paths in rows are relative), device
+    TAKES = ()
+    about = {}                      # {name: value} for metrics.json: which scorer, which similarity
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    async def rule_reply(self, task, history, rng):
+        """What the rule-based simulator says."""
+        raise ColBenchError(f"{type(self).__name__} has no rule-based user simulator (rule_reply)")
+
+    async def simulator_chat(self, task, history):
+        """The messages for a simulating model."""
+        raise ColBenchError(f"{type(self).__name__} has no chat for a simulating model (simulator_chat)")
+
+    async def tool_reply(self, task, history):
+        """What the environment itself answers; None: it is the simulator's turn."""
+        return None
+
+    async def verdicts(self, pairs, explain):
+        """For each (task, answer) {"reward": in [-1, 1], …}, which 02 and 05 write into rows.
+
+        explain (05): also "failed", the first failed tests as short texts: [{"call", "expected", "got" (None: no
+        value), "said" (None: nothing)}, …]. With `compat` the published scorer's keys, and no reward."""
+        raise ColBenchError(f"{type(self).__name__} scores no answers (verdicts)")
+
+    async def score(self, pairs, explain=False):
+        """The verdicts, with their rewards checked. The stages call this method."""
+        verdicts = await self.verdicts(pairs, explain)
+        for verdict in verdicts:
+            if "reward" in verdict:
+                check_keys(verdict, {"reward": REWARD}, f"{type(self).__name__}.verdicts")
+        return verdicts
+
+    async def show(self, documents):
+        """{document: image file, or None if there is none}; needed only with Domain.views."""
+        raise ColBenchError(f"{type(self).__name__} shows nothing (show)")
+
+
+class Domain:
+    """A kind of tasks. A subclass defines what REQUIRED names; all else has a default."""
+
+    NOUN = None                     # what the user needs, as prompts and errors call it ("function")
+    FAMILIES = None                 # names of the template families
+    AGENT_SYSTEM = None             # the agent's system prompt; "{max_rounds}" stands for the number of rounds
+    Environment = None              # a subclass of Environment, above
+
+    def owns(self, task):
+        """Whether a task is of this domain, by its fields. No task may be of two domains."""
+        raise NotImplementedError
+
+    def check_task(self, task, where):
+        """ColBenchError, which begins with `where`, if a field is missing or of another type (schema.py)."""
+        raise NotImplementedError
+
+    def make_task(self, rng, family, told, accept):
+        """A task with "task_id" (hexadecimal, as of the function task_id) and "family", or a str: why this draw gave
+        none.
+
+        told: the facts that the request states, "none", "some" or "all".
+        accept(task_id) returns None, or why the task is not wanted."""
+        raise NotImplementedError
+
+    def answer_of(self, history, is_last):
+        """The answer in the agent's turn that ends `history`; None: the dialogue goes on. In the last round (is_last)
+        it is a str."""
+        raise NotImplementedError
+
+    # --- what a dialogue is worth
+
+    # Two trajectories make a pair if their returns differ by at least this much. With a number, returns are graded: 05
+    # shows wins and ties, 04 --method rft takes the best of each task. None: a success and a failure make a pair
+    MIN_RETURN_GAP = None
+    SCORE_KEYS = ("reward",)        # the keys that Environment.score writes into rows; 05 removes old ones
+    # Further columns of 05's table: (key of `measure`, heading, format). The keys "all_known", "success_when_known" and
+    # "success_when_not_known" come from all_known
+    COLUMNS = ()
+
+    def eval_score(self, trajectory):
+        """The value that is averaged."""
+        return trajectory["reward"] == 1
+
+    def metric(self, trajectories):
+        """The name of that mean in metrics.json."""
+        return "success_rate"
+
+    def measure(self, trajectories):
+        """A dict of further metrics; "notes" in it is a list of lines that 05 prints."""
+        return {}
+
+    # --- the dialogue
+
+    REPLY_CHARS = 400               # the most characters of a simulator's reply
+    REPLY_TOKENS = 128              # the most tokens that a simulating model may write for one
+    SIMULATOR_SEES = False          # whether a simulating model is shown images
+    # Scripted agents for 02 --agent: {name: turn}. turn(task, history, max_rounds, rng) returns the agent's next
+    # message. Names begin with "script"
+    PLAYERS = {}
+    # The prompt for a model that compares two turns, with {ground_truth}, {dialogue}, {a} and {b}. None: no model can
+    JUDGE = None
+    # leak_of(task, reply): how a reply of the simulator shows the solution ("code", …), None if it does not. None in
+    # its place: nothing tells
+    leak_of = None
+    # views(task, history, sees_c): what a visual critic sees after the agent's turn that ends `history`, a list of
+    # (caption, document, or None for a black image). None in its place: there is nothing to see
+    views = None
+
+    def agent_system(self, max_rounds):
+        """The agent's system prompt for dialogues of so many rounds. All its other braces stay."""
+        return self.AGENT_SYSTEM.replace("{max_rounds}", str(max_rounds))
+
+    def shown(self, message):
+        """The part of an agent's message that stands in the dialogue."""
+        return message
+
+    def answer_message(self, task):
+        """The agent's turn that gives the solution as its answer."""
+        return task["ground_truth"]
+
+    def lacks(self, task, player):
+        """The field that a task lacks for "rules" (the simulator) or "script" (a scripted agent), or None."""
+        return None
+
+    # --- the data check of 01
+
+    # check_data(tasks, unsafe_scorer), for 01 --check: for each task {"findings": {what: detail}, "num_tests",
+    # "constant": the share of tests that the best constant answer passes}. None in its place: nothing to check
+    check_data = None
+
+    def doubt_of(self, task):
+        """Why right answers to a task may be graded wrong, or None."""
+        return None
+
+    # --- what the agent has to find out (None: the task does not say)
+
+    def facts(self, task, history):
+        """[(text, whether it is known after `history`)], in an order that does not depend on `history`."""
+        return None
+
+    def turn_kind(self, task, history, message):
+        """The kind of an agent's turn after `history` ("needed", "idle", …)."""
+        return None
+
+    def all_known(self, task, history):
+        """Whether everything that matters is known; called only where turn_kind is not None."""
+        return None
+
+
+REQUIRED = "NOUN", "FAMILIES", "AGENT_SYSTEM", "Environment", "owns", "check_task", "make_task", "answer_of"
+REWARD = number(-1.001, 1.001)                                      # a cosine is rounded
+
+
+@functools.cache
+def check_domain(domain):
+    """ColBenchError that names what a domain must define and does not."""
+    missing = [name for name in REQUIRED if getattr(type(domain), name) is getattr(Domain, name)]
+    if missing:
+        raise ColBenchError(f"the domain {type(domain).__name__} must define {', '.join(missing)} (colbench/domain.py)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# for the modules of domains
+
+def beside(name):
+    """The text of a file of this folder, without its last newline."""
+    path = pathlib.Path(__file__).parent / name
+    return path.read_text("utf-8").removesuffix("\n")
+
+
+def task_id(task):
+    """The task's "task_id", or a hash of its content."""
+    if task.get("task_id"):
+        return task["task_id"]
+    content = task["problem_description"] + "\n" + task["ground_truth"]
+    return hashlib.sha256(content.encode(errors="backslashreplace")).hexdigest()[:16]
+
+
+def check_keys(row, keys, where):
+    """ColBenchError, which begins with `where`, unless `row` is a dict with all `keys`, {name: kind} (schema.py)."""
+    check_kind(row, record(keys), where)
+
+
+def check_kind(value, kind, where):
+    """ColBenchError, which begins with `where`, unless `value` is of this kind (a function of schema.py)."""
+    fault = kind(value)
+    if fault:
+        raise ColBenchError(f"{where}: {fault.removeprefix('is ')}")
+
+
+def check_template(task, slots, where):
+    """ColBenchError unless the "template" of a task, if it has one, is filled by fields with the names of `slots`."""
+    try:
+        task.get("template", "").format(**dict.fromkeys(slots, ""))
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ColBenchError(f'{where}: "template" cannot be filled ({error!r})') from None
+
+
+def task_kind(needed, optional):
+    """The kind (schema.py) of a domain's tasks: with what every task has, and these fields, {name: kind}."""
+    return record({"problem_description": str, "ground_truth": str, **needed},
+                  {"task_id": nullable(label), **optional})
