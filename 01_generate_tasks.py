@@ -34,7 +34,7 @@ import re
 import warnings
 from typing import NamedTuple
 
-from colbench import ColBenchError, domain_of, DOMAINS, in_split, make_tasks, published, SPLITS, task_id, written
+from colbench import domain_of, DOMAINS, in_split, make_tasks, published, SPLITS, task_id, written
 from colbench.schema import open_lines
 from colbench.scorer import check_tasks, Scorer
 from lib import data, flags, runtime
@@ -351,4 +351,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

@@ -33,7 +33,7 @@ import time
 from typing import Callable, NamedTuple
 
 import common
-from colbench import ColBenchError, domain_of, task_id
+from colbench import domain_of, task_id
 from colbench.schema import table_of
 from lib import data, flags, runtime
 from lib.load import load_tokenizer
@@ -576,4 +576,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

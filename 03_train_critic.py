@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-from colbench import ColBenchError, domain_of
+from colbench import domain_of
 from lib import data, flags, training
 from lib.load import load_tokenizer, lora_config, reads_images, weights_fingerprint
 from lib.memory import dry_run
@@ -279,4 +279,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

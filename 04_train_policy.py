@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from colbench import ColBenchError, domain_of
+from colbench import domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import data, flags, training
 from lib.load import fresh_model, load_tokenizer, lora_config, max_positions, reads_images, shard
@@ -567,4 +567,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

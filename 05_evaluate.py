@@ -37,7 +37,7 @@ import shlex
 import sys
 
 import common
-from colbench import ColBenchError, domain_of
+from colbench import domain_of
 from colbench.schema import list_of
 from lib import data, flags, runtime, statistics
 from lib.report.export import export
@@ -372,4 +372,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

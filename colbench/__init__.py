@@ -20,12 +20,13 @@ object of it in DOMAINS.
 import random
 
 from colbench.backend import Backend
-from colbench.domain import check_domain, check_keys, check_kind, ColBenchError, Domain, Environment, task_id, task_kind
+from colbench.domain import check_domain, Domain, Environment, task_id, task_kind
 from colbench.frontend import Frontend
 from colbench.own import Own
+from colbench.schema import check_keys, check_kind, InputError
 from colbench.sql import Sql
 
-__all__ = ["backend", "check_keys", "ColBenchError", "Domain", "domain_of", "DOMAINS", "Environment", "frontend",
+__all__ = ["backend", "check_keys", "InputError", "Domain", "domain_of", "DOMAINS", "Environment", "frontend",
            "in_split", "make_tasks", "own", "SPLITS", "sql", "task_id"]
 
 # `from colbench import backend` gives this object; `from colbench.backend import …` gives what else is in its module
@@ -40,7 +41,7 @@ def in_split(task_id, split):
     try:
         number = int(task_id, 16)
     except (TypeError, ValueError):
-        raise ColBenchError(f'"task_id" {task_id!r} is not hexadecimal; colbench.task_id makes one') from None
+        raise InputError(f'"task_id" {task_id!r} is not hexadecimal; colbench.task_id makes one') from None
     return split == "all" or number % 100 in SPLITS[split]
 
 
@@ -48,7 +49,7 @@ ANY_TASK = task_kind({}, {"test_cases": dict, "databases": list, "facts": list, 
 
 
 def domain_of(task, where="task"):
-    """The domain of a task; ColBenchError where no domain owns it, or several do."""
+    """The domain of a task; InputError where no domain owns it, or several do."""
     check_kind(task, ANY_TASK, where)
     if own.owns(task):
         return own
@@ -57,9 +58,9 @@ def domain_of(task, where="task"):
     owners = [name for name, domain in DOMAINS.items() if domain.owns(task)]
     if not owners:
         names = ", ".join(DOMAINS)
-        raise ColBenchError(f'{where}: missing "test_cases", or what a task of another domain has ({names})')
+        raise InputError(f'{where}: missing "test_cases", or what a task of another domain has ({names})')
     if len(owners) > 1:
-        raise ColBenchError(f"{where}: has what tasks of several domains have ({', '.join(owners)})")
+        raise InputError(f"{where}: has what tasks of several domains have ({', '.join(owners)})")
     return DOMAINS[owners[0]]
 
 
@@ -80,7 +81,7 @@ def make_tasks(domain, num_tasks, seed, split, told):
     misses = dict.fromkeys(families, 0)
     while len(tasks) < num_tasks:
         if not families:
-            raise ColBenchError(f"--num-tasks {num_tasks}: there are only {len(tasks)} different tasks "
+            raise InputError(f"--num-tasks {num_tasks}: there are only {len(tasks)} different tasks "
                                 f"(--split {split})")
         family = families[len(tasks) % len(families)]
         task = domain.make_task(rng, family, told, accept)

@@ -13,8 +13,8 @@ import json
 import sys
 import tempfile
 
-from colbench import check_keys, ColBenchError, domain_of, DOMAINS, make_tasks, SPLITS, task_id
-from colbench.schema import open_lines
+from colbench import domain_of, DOMAINS, make_tasks, SPLITS, task_id
+from colbench.schema import InputError, read_jsonl
 
 
 def parse_args(argv=None):
@@ -32,26 +32,12 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def read_rows(path):
-    """The lines of a file of tasks and answers."""
-    rows = []
-    with open_lines(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                rows.append(json.loads(line))
-            except (ValueError, RecursionError):                    # also very deep
-                raise ColBenchError(f"{where}: not JSON") from None
-            check_keys(rows[-1], {"task": dict, "answer": str}, where)
-            domain = domain_of(rows[-1]["task"], where)
-            domain.check_task(rows[-1]["task"], where)
-            if domain is not domain_of(rows[0]["task"]):
-                raise ColBenchError(f"{where}: a task of another domain than the first")
-    if not rows:
-        raise ColBenchError(f"{path}: no rows")
-    return rows
+def check_row(row, where, first):
+    """InputError for a row whose task its domain does not take, or that is of another domain than the first."""
+    domain = domain_of(row["task"], where)
+    domain.check_task(row["task"], where)
+    if domain is not domain_of(first["task"]):
+        raise InputError(f"{where}: a task of another domain than the first")
 
 
 def score_rows(rows, unsafe_scorer):
@@ -74,10 +60,10 @@ def main(argv=None):
         if args.command == "tasks":
             lines = make_tasks(DOMAINS[args.domain], args.num_tasks, args.seed, args.split, "none")
         else:
-            rows = read_rows(args.file)
+            rows = read_jsonl(args.file, {"task": dict, "answer": str}, check_row)
             verdicts = score_rows(rows, args.unsafe_scorer)
             lines = [{"task_id": task_id(row["task"]), **verdict} for row, verdict in zip(rows, verdicts)]
-    except (ColBenchError, OSError) as error:
+    except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     for line in lines:

@@ -14,8 +14,8 @@ import string
 
 from colbench import dialogue
 from colbench.dialogue import answer_kind, asking_kind, FactDomain, mean, needed_facts, OPENERS, put, topics_asked
-from colbench.domain import beside, check_kind, Environment, task_id, task_kind
-from colbench.schema import list_of, table_of
+from colbench.domain import beside, Environment, task_id, task_kind
+from colbench.schema import check_kind, list_of, table_of
 from colbench.scorer import check_with_two_scorers, NOT_GRADEABLE, reward_of, Scorer
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ import urllib.parse
 from collections import namedtuple
 from html import unescape
 
-from colbench.domain import beside, ColBenchError
+from colbench.domain import beside
+from colbench.schema import InputError
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def local_answer(url, html):
         if re.fullmatch(pattern, urllib.parse.unquote(url)):
             path = pathlib.Path(sys.prefix, "tailwind", name)
             if not path.exists():
-                raise ColBenchError(f"a page asks for {url}, and its copy {path} is not there: without it the "
+                raise InputError(f"a page asks for {url}, and its copy {path} is not there: without it the "
                                     "screenshot would be another one; `bash tests/run.sh` puts it there (with npm)")
             if path.suffix == ".css":
                 return {"body": style_sheet(path, html), "content_type": "text/css"}
@@ -177,7 +178,7 @@ class Browser:
 
     A page is shown at rest (docs/pages.md) or not at all: one that does not come to rest, hangs or crashes within 10 s
     is a fault. Where the whole browser dies, the pages in flight are drawn again, one at a time, so that each can only
-    harm itself. ColBenchError if there is no browser, or a page needs a Tailwind file that is not there."""
+    harm itself. InputError if there is no browser, or a page needs a Tailwind file that is not there."""
 
     def __init__(self, images, path=None, num_tabs=2):
         self.images, self.path, self.num_tabs = pathlib.Path(images), path, num_tabs
@@ -228,13 +229,13 @@ class Browser:
         try:
             from playwright.async_api import async_playwright, Error
         except ImportError:
-            raise ColBenchError("pages need the package playwright: pip install -r scripts/frontend.txt") from None
+            raise InputError("pages need the package playwright: pip install -r scripts/frontend.txt") from None
         self.Error = Error
         self.driver = await async_playwright().start()
         names = [self.path] if self.path else [*BROWSERS, self.driver.chromium.executable_path]
         path = next(filter(None, map(shutil.which, names)), None)
         if not path:
-            raise ColBenchError(f"--browser {self.path}: no such program" if self.path else
+            raise InputError(f"--browser {self.path}: no such program" if self.path else
                                 "no browser for pages: apt-get install chromium, or playwright install chromium, or "
                                 "--browser PATH")
         self.folder = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
@@ -250,7 +251,7 @@ class Browser:
                 break
             except Error as error:
                 if not sandbox_on:
-                    raise ColBenchError(f"{path}: does not start ({one_line(error)})") from None
+                    raise InputError(f"{path}: does not start ({one_line(error)})") from None
         self.pulse = await self.chromium.new_browser_cdp_session()
         processes = (await self.pulse.send("SystemInfo.getProcessInfo"))["processInfo"]
         self.pid = next(process["id"] for process in processes if process["type"] == "browser")
@@ -358,7 +359,7 @@ class Browser:
         answer = None
         try:
             answer = local_answer(route.request.url, tab.html)
-        except ColBenchError as error:
+        except InputError as error:
             self.error = error
         with contextlib.suppress(self.Error):                       # the page may be gone
             if answer:

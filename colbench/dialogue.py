@@ -40,7 +40,7 @@ def fact_kind(fact):
 
 
 def check_facts(task, where):
-    """ColBenchError for a "template" that the facts of a task cannot fill."""
+    """InputError for a "template" that the facts of a task cannot fill."""
     check_template(task, {task["facts"][index]["slot"] for index in needed_facts(task)}, where)
 
 

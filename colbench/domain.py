@@ -13,11 +13,7 @@ import functools
 import hashlib
 import pathlib
 
-from colbench.schema import label, nullable, number, record
-
-
-class ColBenchError(Exception):
-    """Bad input, or something missing on this machine: one line that says where, what and how to fix it."""
+from colbench.schema import check_keys, InputError, label, nullable, number, record
 
 
 class Environment:
@@ -37,11 +33,11 @@ class Environment:
 
     async def rule_reply(self, task, history, rng):
         """What the rule-based simulator says."""
-        raise ColBenchError(f"{type(self).__name__} has no rule-based user simulator (rule_reply)")
+        raise InputError(f"{type(self).__name__} has no rule-based user simulator (rule_reply)")
 
     async def simulator_chat(self, task, history):
         """The messages for a simulating model."""
-        raise ColBenchError(f"{type(self).__name__} has no chat for a simulating model (simulator_chat)")
+        raise InputError(f"{type(self).__name__} has no chat for a simulating model (simulator_chat)")
 
     async def tool_reply(self, task, history):
         """What the environment itself answers; None: it is the simulator's turn."""
@@ -52,7 +48,7 @@ class Environment:
 
         explain (05): also "failed", the first failed tests as short texts: [{"call", "expected", "got" (None: no
         value), "said" (None: nothing)}, …]. With `compat` the published scorer's keys, and no reward."""
-        raise ColBenchError(f"{type(self).__name__} scores no answers (verdicts)")
+        raise InputError(f"{type(self).__name__} scores no answers (verdicts)")
 
     async def score(self, pairs, explain=False):
         """The verdicts, with their rewards checked. The stages call this method."""
@@ -64,7 +60,7 @@ class Environment:
 
     async def show(self, documents):
         """{document: image file, or None if there is none}; needed only with Domain.views."""
-        raise ColBenchError(f"{type(self).__name__} shows nothing (show)")
+        raise InputError(f"{type(self).__name__} shows nothing (show)")
 
 
 class Domain:
@@ -80,7 +76,7 @@ class Domain:
         raise NotImplementedError
 
     def check_task(self, task, where):
-        """ColBenchError, which begins with `where`, if a field is missing or of another type (schema.py)."""
+        """InputError, which begins with `where`, if a field is missing or of another type (schema.py)."""
         raise NotImplementedError
 
     def make_task(self, rng, family, told, accept):
@@ -182,10 +178,10 @@ REWARD = number(-1.001, 1.001)                                      # a cosine i
 
 @functools.cache
 def check_domain(domain):
-    """ColBenchError that names what a domain must define and does not."""
+    """InputError that names what a domain must define and does not."""
     missing = [name for name in REQUIRED if getattr(type(domain), name) is getattr(Domain, name)]
     if missing:
-        raise ColBenchError(f"the domain {type(domain).__name__} must define {', '.join(missing)} (colbench/domain.py)")
+        raise InputError(f"the domain {type(domain).__name__} must define {', '.join(missing)} (colbench/domain.py)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,24 +201,12 @@ def task_id(task):
     return hashlib.sha256(content.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
-def check_keys(row, keys, where):
-    """ColBenchError, which begins with `where`, unless `row` is a dict with all `keys`, {name: kind} (schema.py)."""
-    check_kind(row, record(keys), where)
-
-
-def check_kind(value, kind, where):
-    """ColBenchError, which begins with `where`, unless `value` is of this kind (a function of schema.py)."""
-    fault = kind(value)
-    if fault:
-        raise ColBenchError(f"{where}: {fault.removeprefix('is ')}")
-
-
 def check_template(task, slots, where):
-    """ColBenchError unless the "template" of a task, if it has one, is filled by fields with the names of `slots`."""
+    """InputError unless the "template" of a task, if it has one, is filled by fields with the names of `slots`."""
     try:
         task.get("template", "").format(**dict.fromkeys(slots, ""))
     except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise ColBenchError(f'{where}: "template" cannot be filled ({error!r})') from None
+        raise InputError(f'{where}: "template" cannot be filled ({error!r})') from None
 
 
 def task_kind(needed, optional):

@@ -18,8 +18,8 @@ import re
 import string
 
 from colbench.browser import Browser, Render
-from colbench.domain import beside, check_kind, check_template, ColBenchError, Domain, Environment, task_id, task_kind
-from colbench.schema import list_of, record
+from colbench.domain import beside, check_template, Domain, Environment, task_id, task_kind
+from colbench.schema import check_kind, InputError, list_of, record
 from colbench.similarity import CLIP_MODEL, PageScorer
 
 OUTPUT = "OUTPUT:"
@@ -368,10 +368,10 @@ class PageEnvironment(Environment):
 
     async def rendered(self, task, history, **options):
         """(the solution, the page so far) as Render; the second is None where the agent has sent none. A page that
-        cannot be shown leaves "render_fault" in the agent's turn; ColBenchError if it is the solution."""
+        cannot be shown leaves "render_fault" in the agent's turn; InputError if it is the solution."""
         solution = await self.browser.render(task["ground_truth"], **options)
         if solution.fault:
-            raise ColBenchError(f"task {task_id(task)}: its solution cannot be rendered: {solution.fault}")
+            raise InputError(f"task {task_id(task)}: its solution cannot be rendered: {solution.fault}")
         page = last_page(history)
         render = await self.browser.render(page, **options) if page else None
         if render and render.fault and page_of(history[-1]["content"]):

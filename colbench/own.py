@@ -3,8 +3,8 @@
 The rewards of the file, from 0 to 1, count, because nothing here can score the answers. A system message at the
 beginning is the agent's system prompt. "c" is what a critic may know: the solution, or anything else that the agent
 did not see. Dialogues that begin with the same message of the user, and have the same "c", are of one task."""
-from colbench.domain import check_kind, ColBenchError, Domain, Environment, task_id
-from colbench.schema import list_of, nullable, number, one_of, record
+from colbench.domain import Domain, Environment, task_id
+from colbench.schema import check_kind, InputError, list_of, nullable, number, one_of, record
 
 MESSAGE = record({"role": one_of("system", "user", "assistant"), "content": str})
 ROW = record({"messages": list_of(MESSAGE), "reward": number(0, 1)}, {"c": str, "advantages": list_of(nullable(float))})
@@ -12,7 +12,7 @@ ROW = record({"messages": list_of(MESSAGE), "reward": number(0, 1)}, {"c": str, 
 
 class OwnEnvironment(Environment):
     async def simulator_chat(self, task, history):
-        raise ColBenchError("dialogues of other programs have no user simulator")
+        raise InputError("dialogues of other programs have no user simulator")
 
     async def verdicts(self, pairs, explain):
         return [{} for _ in pairs]
@@ -29,13 +29,13 @@ class Own(Domain):
     Environment = OwnEnvironment
 
     def as_trajectory(self, row, where):
-        """The trajectory of a row; ColBenchError, which begins with `where`, if it is none."""
+        """The trajectory of a row; InputError, which begins with `where`, if it is none."""
         check_kind(row, ROW, where)
         messages = row["messages"]
         roles = [message["role"] for message in messages]
         turns = messages[roles[:1].count("system"):]
         if "system" in roles[1:] or not {"user", "assistant"} <= set(roles) or turns[0]["role"] != "user":
-            raise ColBenchError(f'{where}: "messages" must begin with a user\'s, after at most one of the system, and '
+            raise InputError(f'{where}: "messages" must begin with a user\'s, after at most one of the system, and '
                                 "have one of the assistant")
         task = {"problem_description": turns[0]["content"], "ground_truth": row.get("c", ""), "own": True}
         answer = [turn["content"] for turn in turns if turn["role"] == "assistant"][-1]

@@ -3,8 +3,9 @@ import hashlib
 import pathlib
 import re
 
-from colbench import ColBenchError, frontend, in_split
+from colbench import frontend, in_split
 from colbench.browser import photo_size
+from colbench.schema import InputError
 
 # The published data set on the hub, and its files.
 COLBENCH = "facebook/collaborative_agent_bench"
@@ -18,9 +19,9 @@ PHOTO, PHOTO_SIZE = "https://picsum.photos/id/48/{}/{}", ("640", "480")
 
 
 def existing(path):
-    """A path of the user's; ColBenchError unless it is there."""
+    """A path of the user's; InputError unless it is there."""
     if not pathlib.Path(path).exists():
-        raise ColBenchError(f"{path}: no such file or folder")
+        raise InputError(f"{path}: no such file or folder")
     return pathlib.Path(path)
 
 
@@ -35,7 +36,7 @@ def published_files(names, copy):
     for name in map(pathlib.Path, names):
         file = next(filter(pathlib.Path.is_file, (copy / name, copy / name.name)), None)
         if not file:
-            raise ColBenchError(f"{copy}: no {name} in it")
+            raise InputError(f"{copy}: no {name} in it")
         files.append(file)
     return files
 
@@ -47,7 +48,7 @@ def download(name, names):
         from datasets import DownloadManager
         return DownloadManager().download(f"hf://datasets/{COLBENCH}/{name}")
     except Exception as error:                                      # the hub's client raises those of several libraries
-        raise ColBenchError(
+        raise InputError(
             f"{COLBENCH}: {name} could not be downloaded ({type(error).__name__}); where the hub can be reached run "
             f'"hf download --repo-type dataset {COLBENCH} {" ".join(names)} --local-dir FOLDER", then pass '
             "--path FOLDER") from None
@@ -89,7 +90,7 @@ def websight_rows(path):
         rows = datasets.load_dataset(source, **options, split="train", streaming=True)
         yield from rows.select_columns(WEBSIGHT_KEYS)               # not the screenshots
     except Exception as error:                                      # the library raises those of several others
-        raise ColBenchError(
+        raise InputError(
             f"{path or WEBSIGHT}: cannot be read ({type(error).__name__}); where the hub can be reached, run "
             f'"hf download --repo-type dataset {WEBSIGHT} --include "{WEBSIGHT_CONFIG}/*" --local-dir FOLDER", then '
             f"pass --path FOLDER/{WEBSIGHT_CONFIG}") from None
@@ -102,7 +103,7 @@ def websight_files(path):
     path = existing(path)
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not files:
-        raise ColBenchError(f"{path}: no .parquet files in it")
+        raise InputError(f"{path}: no .parquet files in it")
     return files
 
 

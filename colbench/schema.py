@@ -10,12 +10,21 @@ what is wrong with it (None: nothing). The functions below make such functions o
 lib/ uses them, too."""
 import contextlib
 import gzip
+import json
+import pathlib
 import zlib
 
 MAX_WORD = 2 ** 63
 NAMES = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list",
          dict: "an object"}
 
+
+class InputError(Exception):
+    """Bad input, or something missing on this machine: one line that says where, what and how to fix it."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reading
 
 @contextlib.contextmanager
 def open_lines(path):
@@ -28,6 +37,59 @@ def open_lines(path):
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise gzip.BadGzipFile(f"{path}: damaged gzip file ({error})") from None
 
+
+def one_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def parse_json(text, kind, where):
+    """The value of a JSON text, of a kind; InputError, which begins with `where`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:                   # also no UTF-8, very long numbers, very deep
+        raise InputError(f"{where}: not JSON ({getattr(error, 'msg', one_line(error))})") from None
+    check_kind(value, kind, where)
+    return value
+
+
+def read_json(path, kind):
+    """The value of a JSON file, of a kind; InputError that names the file."""
+    return parse_json(pathlib.Path(path).read_bytes(), kind, path)
+
+
+def read_jsonl(path, keys, check=None):
+    """The objects of a JSONL file, which may be packed (gzip), as dicts; InputError by line.
+
+    keys: {name: kind} that each must have, or the kind of a row.
+    check(row, where, first row): may say more of a row."""
+    kind = keys if callable(keys) else record(keys)
+    rows = []
+    with open_lines(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path}:{number}"
+                rows.append(parse_json(line, kind, where))
+                if check:
+                    check(rows[-1], where, rows[0])
+    if not rows:
+        raise InputError(f"{path}: no rows in it")
+    return rows
+
+
+def check_kind(value, kind, where):
+    """InputError, which begins with `where`, unless `value` is of this kind."""
+    fault = kind(value)
+    if fault:
+        raise InputError(f"{where}: {fault.removeprefix('is ')}")
+
+
+def check_keys(row, keys, where):
+    """InputError, which begins with `where`, unless `row` is a dict with all `keys`, {name: kind}."""
+    check_kind(row, record(keys), where)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# kinds
 
 def is_a(value, wanted):
     """wanted: one of Python's types."""

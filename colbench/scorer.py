@@ -8,9 +8,10 @@ import queue
 import threading
 from collections import namedtuple
 
-from colbench.domain import ColBenchError, task_id
+from colbench.domain import task_id
 from colbench.questions import ASKS_NOTHING, names_of, NONE_ALONE, placeholder, Test
 from colbench.sandbox import ANSWER_TIME_LIMIT, LayerError, Sandbox, TIME_LIMIT
+from colbench.schema import InputError
 from colbench.values import equal_values, EXACT, readable, tolerance_of
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Scorer:
 
     compat=True gives the published scorer's verdicts instead (sandbox_worker.run_compat), behind the same walls.
 
-    The strongest layer of `layers` that works is taken; ColBenchError if the machine allows none. RuntimeError if a
+    The strongest layer of `layers` that works is taken; InputError if the machine allows none. RuntimeError if a
     child cannot be used: that is neither pass nor fail."""
 
     def __init__(self, unsafe=False, time_limit_s=1.0, compat=False, hash_seed=0, workers=None):
@@ -64,7 +65,7 @@ class Scorer:
                 return self
             except LayerError as error:
                 reasons.append(f"{layer}: {error}")
-        raise ColBenchError("no isolation for untrusted code on this machine (" + "; ".join(reasons) + "); add "
+        raise InputError("no isolation for untrusted code on this machine (" + "; ".join(reasons) + "); add "
                             "--unsafe-scorer to run it under resource limits alone")
 
     def start_children(self, layer):

@@ -1,7 +1,7 @@
 """How alike two screenshots are: CLIP's embeddings (the paper's metric), or colours and structure (no weights)."""
 import functools
 
-from colbench.domain import ColBenchError
+from colbench.schema import InputError
 
 CLIP_MODEL = "openai/clip-vit-base-patch32"
 
@@ -19,7 +19,7 @@ class PageScorer:
             if similarity == "pixels":
                 import skimage.metrics  # noqa: F401
         except ImportError as error:
-            raise ColBenchError(f"pages need the package {error.name}: pip install -r scripts/frontend.txt") from None
+            raise InputError(f"pages need the package {error.name}: pip install -r scripts/frontend.txt") from None
         self.name = "pixels" if similarity == "pixels" else f"clip:{clip_model}"
         self.clip = None if similarity == "pixels" else load_clip(clip_model, device)
         self.embeddings = {}
@@ -47,7 +47,7 @@ class PageScorer:
 
 
 def load_clip(name, device):
-    """(vision model, its image processor); ColBenchError that names the other similarity where they cannot be had."""
+    """(vision model, its image processor); InputError that names the other similarity where they cannot be had."""
     from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
     try:
         processor = CLIPImageProcessorPil.from_pretrained(name)
@@ -56,7 +56,7 @@ def load_clip(name, device):
             raise ValueError(f"its weights have no {min(info['missing_keys'])}")
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0].partition(". ")[0]
-        raise ColBenchError(f"--similarity clip: no CLIP weights could be loaded from {name} ({reason}); where the hub "
+        raise InputError(f"--similarity clip: no CLIP weights could be loaded from {name} ({reason}); where the hub "
                             f"is in reach, run `hf download {CLIP_MODEL} --local-dir clip` and add --clip-model clip, "
                             "or choose --similarity pixels, which needs none") from None
     return model.to(device).eval(), processor

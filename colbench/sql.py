@@ -28,8 +28,8 @@ import sqlite3
 from colbench import dialogue
 from colbench.backend import FunctionEnvironment
 from colbench.dialogue import answer_kind, asking_kind, FactDomain, mean, needed_facts, OPENERS, put, topics_asked
-from colbench.domain import beside, check_keys, check_kind, task_kind
-from colbench.schema import list_of, one_of, record, table_of
+from colbench.domain import beside, task_kind
+from colbench.schema import check_keys, check_kind, list_of, one_of, record, table_of
 from colbench.scorer import check_with_two_scorers
 from colbench.sql_child import canonical, open_database, select
 from colbench.sql_mutants import agreeing, mutants_of, open_empty

@@ -21,7 +21,7 @@ import random
 import torch
 
 import common
-from colbench import ColBenchError, domain_of
+from colbench import domain_of
 from lib import data, flags
 from lib.runtime import InputError, run_stage, say
 from lib.scorer import item_length, Sequence
@@ -181,4 +181,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

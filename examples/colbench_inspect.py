@@ -21,7 +21,7 @@ from inspect_ai.scorer import mean, Score, scorer, stderr
 from inspect_ai.solver import solver
 
 from colbench import domain_of, DOMAINS, make_tasks, task_id
-from colbench.schema import open_lines
+from colbench.schema import read_jsonl
 
 MESSAGES = {"system": ChatMessageSystem, "user": ChatMessageUser, "assistant": ChatMessageAssistant}
 
@@ -82,8 +82,7 @@ def hidden_tests():
 def colbench(tasks=None, domain="backend", num_tasks=100, max_rounds=10, simulator="rules"):
     rows = make_tasks(DOMAINS[domain], num_tasks, 0, "test", "none")
     if tasks:
-        with open_lines(tasks) as file:
-            rows = list(map(json.loads, file))
+        rows = read_jsonl(tasks, {})
     samples = []
     for row in rows:
         samples.append(Sample(row["problem_description"], target=row["ground_truth"], id=task_id(row), metadata=row))

@@ -18,7 +18,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig, GRPOTrainer
 
 from colbench import backend
-from colbench.schema import open_lines
+from colbench.schema import read_jsonl
 
 SYSTEM = ("You help a person with one Python function. The request leaves things out that only the person knows. Ask "
           "one short question at a time with `ask`. When you know enough, `submit` the complete function.")
@@ -66,10 +66,10 @@ def main():
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     rows = []
-    with open_lines(args.tasks) as file:
-        for line in file:                                           # a task stays text: tasks differ in their fields
-            request = {"role": "user", "content": json.loads(line)["problem_description"]}
-            rows.append({"task": line.decode(), "prompt": [{"role": "system", "content": SYSTEM}, request]})
+    for task in read_jsonl(args.tasks, {"problem_description": str}):
+        request = {"role": "user", "content": task["problem_description"]}
+        prompt = [{"role": "system", "content": SYSTEM}, request]
+        rows.append({"task": json.dumps(task), "prompt": prompt})   # a text: tasks differ in their fields
     config = GRPOConfig(args.out, max_steps=args.steps, num_generations=8, per_device_train_batch_size=8,
                         max_completion_length=1024, max_tool_calling_iterations=10, logging_steps=1, report_to="none",
                         bf16=is_torch_bf16_gpu_available())

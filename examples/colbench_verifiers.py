@@ -13,14 +13,13 @@ Without the last flags, verifiers runs the agent in a remote sandbox and uploads
 import atexit
 import contextlib
 import functools
-import json
 import pathlib
 import random
 
 import verifiers.v1 as vf
 
-from colbench import ColBenchError, domain_of
-from colbench.schema import open_lines
+from colbench import domain_of
+from colbench.schema import InputError, read_jsonl
 
 __all__ = ["ColBenchEnv", "ColBenchTaskset"]                        # verifiers finds the two classes here
 
@@ -54,16 +53,15 @@ class ColBenchTask(vf.Task[ColBenchData]):
 
 class ColBenchTaskset(vf.Taskset[ColBenchTask, ColBenchConfig]):
     def load(self):
-        with open_lines(self.config.tasks) as file:
-            rounds = self.config.max_rounds
-            for number, line in enumerate(file, 1):
-                row, where = json.loads(line), f"{self.config.tasks}:{number}"
-                if missing := domain_of(row, where).lacks(row, "rules"):
-                    raise ColBenchError(f'{where}: missing "{missing}"')
-                system = domain_of(row).agent_system(rounds)
-                prompt = row["problem_description"] + ("\n(last round)" if rounds == 1 else "")
-                yield ColBenchTask(ColBenchData(prompt=prompt, system_prompt=system, row=row, max_rounds=rounds),
-                                   self.config.task)
+        def check(row, where, first):
+            if missing := domain_of(row, where).lacks(row, "rules"):
+                raise InputError(f'{where}: missing "{missing}"')
+        rounds = self.config.max_rounds
+        for row in read_jsonl(self.config.tasks, {}, check):
+            system = domain_of(row).agent_system(rounds)
+            prompt = row["problem_description"] + ("\n(last round)" if rounds == 1 else "")
+            yield ColBenchTask(ColBenchData(prompt=prompt, system_prompt=system, row=row, max_rounds=rounds),
+                               self.config.task)
 
 
 class ColBenchEnv(vf.SingleAgentEnv):

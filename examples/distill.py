@@ -15,7 +15,6 @@ import importlib
 
 import torch.nn.functional as F
 
-from colbench import ColBenchError
 from lib import flags
 from lib.load import load_model, max_positions, projection_of
 from lib.runtime import run_stage
@@ -100,4 +99,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

@@ -23,7 +23,7 @@ import importlib
 import random
 
 import common
-from colbench import ColBenchError, domain_of
+from colbench import domain_of
 from lib import data, flags
 from lib.runtime import InputError, run_stage
 from lib.scorer import action_outputs
@@ -153,4 +153,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

@@ -31,7 +31,7 @@ import statistics
 import torch
 
 import common
-from colbench import ColBenchError, domain_of
+from colbench import domain_of
 from lib import data, flags
 from lib.runtime import InputError, read_rows, run_stage, say, write_jsonl
 from lib.scorer import num_actions, padded_outputs
@@ -225,4 +225,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

@@ -4,7 +4,7 @@ import collections
 import hashlib
 import itertools
 
-from colbench import ColBenchError, domain_of, own, schema, task_id
+from colbench import domain_of, own, schema, task_id
 from colbench.schema import label, list_of, nullable, one_of, record, token_ids, whole
 from lib.runtime import InputError, on_main, read_jsonl, say
 
@@ -175,6 +175,6 @@ def missing_verdicts(unscored, trajectories, output):
                                      f"{key} than {value}: two scales; score all with 05 first")
             answers = [(t["task"], t["answer"]) for t in unscored]
             return asyncio.run(scorer.score(answers))
-    except ColBenchError as error:
+    except InputError as error:
         raise InputError(f'{len(unscored):,} dialogues have no "reward": {error}. 05_evaluate.py has all flags of '
                          "scoring; its scored/NAME.jsonl has the rewards") from None

@@ -22,20 +22,16 @@ from collections import Counter, namedtuple
 import torch
 import torch.distributed as dist
 
-from colbench.schema import open_lines, record
+from colbench import schema
+from colbench.schema import InputError, one_line, read_json, record
 from lib import VERSION
-
-
-class InputError(Exception):
-    """Bad input from the user: one line that says where, what and how to fix it. Ends the stage with status 2."""
-
 
 # Where a stage runs, as start() says it: the number of this process, how many there are, its torch.device
 Runtime = namedtuple("Runtime", "rank world_size device")
 
 
-def run_stage(main, *errors):
-    """Run a stage's main(). Bad input (InputError, or one of `errors`) and what the system refuses (OSError) become one
+def run_stage(main):
+    """Run a stage's main(). Bad input (InputError) and what the system refuses (OSError) become one
     line on stderr and exit status 2. What the benchmark logs is printed."""
     sys.stdout.reconfigure(errors="backslashreplace")                # what cannot be shown must not end a run
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
@@ -43,7 +39,7 @@ def run_stage(main, *errors):
     try:
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
-    except (InputError, OSError, *errors) as error:
+    except (InputError, OSError) as error:
         print("error:", error_text(error).replace("\n", "\\n"), file=sys.stderr)
         sys.exit(2)
     finally:
@@ -58,10 +54,6 @@ def optional(package, who_needs):
         return importlib.import_module(package)
     except ImportError:
         raise InputError(f"{who_needs} {package}: pip install {package}") from None
-
-
-def one_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def error_text(error):
@@ -138,38 +130,9 @@ def peak_memory_mb():
 # ---------------------------------------------------------------------------------------------------------------------
 # reading
 
-def parse_json(text, kind, where):
-    """The value of a JSON text, of a kind (a function of colbench/schema.py); InputError, which begins with `where`."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:                   # also no UTF-8, very long numbers, very deep
-        raise InputError(f"{where}: not JSON ({getattr(error, 'msg', one_line(error))})") from None
-    if fault := kind(value):
-        raise InputError(f"{where}: {fault.removeprefix('is ')}")
-    return value
-
-
-def read_json(path, kind):
-    """The value of a JSON file, of a kind; InputError that names the file."""
-    return parse_json(pathlib.Path(path).read_bytes(), kind, path)
-
-
 def read_jsonl(path, keys, check=None):
-    """The objects of a JSONL file, which may be packed (gzip), as dicts; InputError by line.
-
-    keys: {name: kind} that each must have (colbench/schema.py), or the kind of a row.
-    check(row, where, first row): may say more of a row."""
-    kind = keys if callable(keys) else record(keys)
-    rows = []
-    with open_lines(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                where = f"{path}:{number}"
-                rows.append(parse_json(line, kind, where))
-                if check:
-                    check(rows[-1], where, rows[0])
-    if not rows:
-        raise InputError(f"{path}: no rows in it")
+    """colbench.schema.read_jsonl; says what it has read."""
+    rows = schema.read_jsonl(path, keys, check)
     say(f"reads {path} ({len(rows):,} rows)")
     return rows
 

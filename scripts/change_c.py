@@ -14,7 +14,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from colbench import ColBenchError, domain_of  # noqa: E402
+from colbench import domain_of  # noqa: E402
 from lib.data import read_trajectories  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
 from lib.runtime import InputError, run_stage, say, write_jsonl  # noqa: E402
@@ -73,4 +73,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

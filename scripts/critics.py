@@ -16,7 +16,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import common  # noqa: E402  the repository's modules, wherever this is started
-from colbench import ColBenchError, domain_of, task_id  # noqa: E402
+from colbench import domain_of, task_id  # noqa: E402
 from lib import data, statistics  # noqa: E402
 from lib.flags import add_reference, argument_parser, text_flag  # noqa: E402
 from lib.load import load_model  # noqa: E402
@@ -171,4 +171,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError)
+    run_stage(main)

@@ -16,7 +16,7 @@ import types
 import pytest
 
 import colbench.browser as renderer
-from colbench import ColBenchError, published
+from colbench import InputError, published
 from colbench.browser import Browser, PAGE_START, Render, screenshot_path
 
 PAGES = pathlib.Path(__file__).parent / "pages"
@@ -277,7 +277,7 @@ def test_rules_left_out(browser, monkeypatch):
 
 def test_tailwind_missing(browser, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    with pytest.raises(ColBenchError, match="bash tests/run.sh"):
+    with pytest.raises(InputError, match="bash tests/run.sh"):
         render(browser, TAILWIND[0])
     browser.error = None
 
@@ -394,7 +394,7 @@ def test_no_browser(path, missing, line, pages, tmp_path, monkeypatch, capfd):
         monkeypatch.setitem(sys.modules, missing, None)
     browser, num_threads = Browser(tmp_path, path), threading.active_count()
     for page in pages:
-        with pytest.raises(ColBenchError, match=line):
+        with pytest.raises(InputError, match=line):
             asyncio.run(browser.render(page))
     browser.close()
     deadline = time.monotonic() + 60

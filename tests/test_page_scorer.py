@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_05 import report_of, scored, written
 
-from colbench import ColBenchError, frontend
+from colbench import frontend, InputError
 from colbench.similarity import PageScorer, pixel_similarity
 from conftest import call, read, turns
 from lib import statistics
@@ -118,7 +118,7 @@ def test_a_cosine_below_zero_is_zero_and_pictures_are_embedded_once(clip, tmp_pa
 
 def test_weights_that_cannot_be_had(clip, tmp_path):
     for name in ("openai/clip-vit-base-patch32", str(tmp_path / "none")):         # the tests run offline
-        with pytest.raises(ColBenchError) as error:
+        with pytest.raises(InputError) as error:
             PageScorer("clip", name)
         assert "\n" not in str(error.value) and name in str(error.value)
         assert "--similarity pixels" in str(error.value) and "--clip-model" in str(error.value)
@@ -127,7 +127,7 @@ def test_weights_that_cannot_be_had(clip, tmp_path):
     weights = load_file(broken / "model.safetensors")
     del weights["visual_projection.weight"]
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ColBenchError, match="visual_projection.weight"):
+    with pytest.raises(InputError, match="visual_projection.weight"):
         PageScorer("clip", str(broken))
 
 

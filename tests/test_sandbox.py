@@ -32,7 +32,7 @@ from unittest import mock
 
 import pytest
 
-from colbench import ColBenchError, sandbox, sandbox_worker
+from colbench import InputError, sandbox, sandbox_worker
 from colbench.questions import holds
 from colbench.sandbox import ANSWER_TIME_LIMIT, is_result, is_word, LayerError, Lines, Sandbox, Stop
 from colbench.sandbox_worker import CONDITIONAL, empty, end_all, MACHINES, RESULT_LIMIT, THREAD_LIMIT
@@ -495,7 +495,7 @@ def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
         assert scorer.layer == "rlimits" and scorer.score([(task, "def f(): return True")])[0].tests == [True]
     assert "resource limits alone" in caplog.text
     monkeypatch.setattr(Sandbox, "__enter__", mock.Mock(side_effect=LayerError("not allowed")))
-    with pytest.raises(ColBenchError, match="namespaces: not allowed; landlock: not allowed.*--unsafe-scorer"):
+    with pytest.raises(InputError, match="namespaces: not allowed; landlock: not allowed.*--unsafe-scorer"):
         Scorer(workers=1).__enter__()
 
 
@@ -562,7 +562,7 @@ def f(n):
 SCORING = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from colbench import ColBenchError
+from colbench import InputError
 from colbench.scorer import Scorer
 pairs, right, calls = [], "def f(n): return n + 40  # ", {str(n): f"f({n})" for n in (1, 2, 3)}
 for number, answer in enumerate([sys.argv[3], right] * 2):
@@ -574,7 +574,7 @@ try:
         print("ready", flush=True)
         for score in scorer.score(pairs):
             print(*map(int, score.tests), sep="", end=" ")
-except ColBenchError as error:
+except InputError as error:
     print("no layer:", error)
 """
 

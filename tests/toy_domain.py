@@ -1,5 +1,6 @@
 """A domain of its own: the user likes a shade of a colour, and the agent has to say it. test_house.py rolls it out."""
-from colbench.domain import check_keys, Domain, Environment, task_id
+from colbench.domain import Domain, Environment, task_id
+from colbench.schema import check_keys
 
 COLOURS = "red", "green", "blue"
 SHADES = "light", "dark"
