@@ -15,7 +15,7 @@ Writes  tasks.jsonl, one task a line: {"task_id", "problem_description", "ground
 --source websight   ideas and pages of WebSight v0.2, from the hub or --path
 --check FILE        what is wrong with the tasks of a file, and how many tests the best constant answer passes
 
-Splits are disjoint by content: the hash of the reference puts a task into train (80 %), validation (10 %) or test
+Splits are disjoint by content: the hash of the solution puts a task into train (80 %), validation (10 %) or test
 (10 %), whatever the seed. docs/reproduce.md says more of each source.
 
 Differs from the paper: ColBench's tasks were written by Llama-3.1-70B-Instruct. Template tasks need no model, not even

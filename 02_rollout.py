@@ -7,7 +7,7 @@ Writes  trajectories.jsonl in the published format, {"task", "dialogue_history",
         "temperature", "system_prompt", "chat_template_args", "no_room" (no further turn would fit into a model),
         "branch", "continuation". A turn of an agent's model has "output" (the raw text); if known, "input" (the
         rendered prompt) and "output_ids" (as sampled); "truncated" if --max-new-tokens cut it. A turn of a simulating
-        model has "output" if its raw text differs, "leak" if it reveals the reference; one of the environment "tool".
+        model has "output" if its raw text differs, "leak" if it reveals the solution; one of the environment "tool".
 
 The simulator opens with the request. In each of --max-rounds rounds the agent sends a message and the simulator
 replies. The task's domain (colbench/) says which message is the answer, and scores it.
@@ -136,7 +136,7 @@ async def agent_turn(dialogue, players):
 async def simulator_turn(dialogue, players):
     """The reply to the agent's turn that ends the history: the environment's own, or the simulator's.
 
-    If it reveals the reference, "leak" says how."""
+    If it reveals the solution, "leak" says how."""
     task, history, simulator = dialogue.task, dialogue.history, players.simulator
     domain = domain_of(task)
     key = random_key(dialogue, players.settings.seed, "human")
@@ -355,7 +355,7 @@ async def scored_row(dialogue, players):
 
 def summary(path):
     """One line: the mean return (over tasks) and the domain's columns, as 05 has them, rounds, how dialogues and turns
-    ended, and the share of the simulator's replies that reveal the reference."""
+    ended, and the share of the simulator's replies that reveal the solution."""
     trajectories = runtime.read_rows(path)
     domain = domain_of(trajectories[0]["task"])
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"][1:]]
@@ -403,7 +403,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("critics")
     group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")
     group.add_argument("--critic", type=flags.text_flag, help="who picks one of --best-of: a critic folder (03); "
-                       "judge:MODEL; untrained (the agent itself, with a reference that does not see c)")
+                       "judge:MODEL; untrained (the agent itself, with a reference model that does not see c)")
     flags.add_reference(group)
     group.add_argument("--branch", type=flags.positive_int, metavar="N", help="continue from N turns of trajectories")
     group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8, help="messages in each of them")

@@ -1,4 +1,4 @@
-"""Stage 3: train the turn-level critic, which sees the reference solution c.
+"""Stage 3: train the turn-level critic, which sees the solution c.
 
 Reads   trajectories.jsonl (02) with rewards, a model.
 Writes  a critic folder: a model folder with critic.json and metrics.jsonl.
@@ -110,7 +110,7 @@ def split_groups(trajectories, needs_pairs, held_out_frac, path):
 
 
 def examples_of(trajectories, groups, critic):
-    """(examples, ref_examples) of groups of trajectory numbers: what the critic reads, and what its reference does."""
+    """(examples, ref_examples) of groups of trajectory numbers: what the critic reads, and what its reference model does."""
     def make(sees_c):
         make_items = functools.partial(critic.trajectory_items, sees_c=sees_c)
         return common.trajectory_examples(trajectories, groups, make_items)
@@ -193,7 +193,7 @@ def parse_args(argv=None):
     group.add_argument("--critic-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
                        "critic reads c (default: yes)")
     group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
-                       "reference of eq. 3 reads c, as in the paper, or the dialogue alone (default: yes)")
+                       "reference model of eq. 3 reads c, as in the paper, or the dialogue alone (default: yes)")
     group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
                        help="the L of eq. 3, see above")
     group.add_argument("--held-out-frac", type=flags.share_flag, default=0.05,
@@ -246,7 +246,7 @@ def main(argv=None):
                          f"{args.max_length}")
     job.output.begin()
 
-    # The reference is this model before its first update: what it says is computed here, once, with the Scorer that is
+    # The reference model is this one before its first update: what it says is computed here, once, with the Scorer that is
     # trained below
     scorer = job.load(args.model, lora, critic.scorer_class)
     scorer.check_positions(items_of(examples))

@@ -217,7 +217,7 @@ def score_rows(rows, critic):
 
 def score_candidates(rows, critic, job, score=score_rows):
     """Rows of scored.jsonl: those of candidates.jsonl with "advantages", what `score` gives for every candidate.
-    Critic and reference are split over the ranks, which score every block together."""
+    Critic and reference model are split over the ranks, which score every block together."""
     path = job.output.path / "scored.jsonl"
     if path.exists():
         return read_rows(path)

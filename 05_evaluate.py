@@ -7,10 +7,10 @@ Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), r
 
 n, rounds, tests         dialogues; mean number of agent turns; mean share of the tests passed
 success                  share of the dialogues whose answer passes all tests; of pages the mean similarity of the
-                         screenshots of answer and reference, by clip (the paper's) or by pixels: two scales. It is a
+                         screenshots of answer and solution, by clip (the paper's) or by pixels: two scales. It is a
                          mean over a task's dialogues, then over tasks, then over runs; so are its interval and the
                          differences. The other columns are means over dialogues
-leaks                    share of the simulator's replies that show the reference
+leaks                    share of the simulator's replies that show the solution
 all known, when known    template tasks: share of the dialogues in which the agent had found out every fact that
                          matters before its last turn; success among these
 no page, not rendered    answers that are no page; pages without a screenshot (a black image is scored)
@@ -191,7 +191,7 @@ def measure(trajectories, domain):
 
 
 def measure_leaks(trajectories, domain):
-    """{"leaks": share of the simulator's replies that show the reference, "leaks_by_kind": {kind: number}}.
+    """{"leaks": share of the simulator's replies that show the solution, "leaks_by_kind": {kind: number}}.
 
     Empty where the simulator never replied, or where nothing tells a leak (colbench/own.py)."""
     if domain.leak_of is None:

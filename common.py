@@ -256,7 +256,7 @@ class TextCritic:
         return [actions_item(self.tokenizer, prompt, state.actions) for prompt, state in zip(prompts, states)]
 
     def read(self, make):
-        """(what the critic reads, what its reference reads). make(sees_c) makes it with or without c."""
+        """(what the critic reads, what its reference model reads). make(sees_c) makes it with or without c."""
         with_c = make(self.critic_sees_c)
         if self.reference_sees_c:
             return with_c, with_c
@@ -351,7 +351,7 @@ class LogRatioCritic(TextCritic):
     def advantages(self, items, ref_items, normalize):
         """Eq. 3 of the actions of items, (B, M)."""
         logps = padded(action_outputs(self.scorer, items, self.max_tokens))                # (B, M)
-        with adapter_off(self.ref_scorer.model):                     # a critic that is an adapter is its own reference
+        with adapter_off(self.ref_scorer.model):                     # a critic that is an adapter is its own reference model
             ref_logps = padded(action_outputs(self.ref_scorer, ref_items, self.max_tokens))
         if self.folder == self.reference:
             # It reads some items as its own reference does (no c): these are 0, bit for bit, in whatever batches.
@@ -417,7 +417,7 @@ def open_critic(name, model, domain, reference_sees_c=None, show=None):
     if name != UNTRAINED:
         critic = read_critic(name, domain, reference_sees_c, show)
     elif reference_sees_c:
-        raise InputError(f"--critic {UNTRAINED}: scores every action 0 with a reference that sees c; it needs "
+        raise InputError(f"--critic {UNTRAINED}: scores every action 0 with a reference model that sees c; it needs "
                          "--reference-sees-c no")
     else:
         critic = untrained_critic(model)

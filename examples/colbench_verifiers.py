@@ -6,7 +6,7 @@
         --env.agent.runtime.type subprocess --no-push
 
 The tasks are a file of 01_generate_tasks.py. The agent and the rule-based user simulator take turns. The reward is the
-share of hidden tests that the answer passes, by the confined scorer. Traces hold the reference: use a harness without
+share of hidden tests that the answer passes, by the confined scorer. Traces hold the solution: use a harness without
 tools.
 Without the last flags, verifiers runs the agent in a remote sandbox and uploads the traces.
 """

@@ -5,7 +5,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
         candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
 
 As 04 --method sweet, but each candidate a is scored by the initial model alone. A question gets its reply from the
-rule-based user simulator (a look: from the database), and is worth what that says about the reference answer c:
+rule-based user simulator (a look: from the database), and is worth what that says about the solution c:
     max(0, log p(c | o_t, a, reply, m) - log p(c | o_t, m))      in nats
 where m opens an answer (a function's: "I WANT TO ANSWER:"). It is read, not counted: a prompt's "(last round)" makes
 an answer likelier, which says nothing about c.
@@ -77,7 +77,7 @@ def prompt_after(row, text, tokenizer, environment):
 
 
 def solution_item(tokenizer, prompt, task):
-    """The item of one action, the reference c, after a prompt and what opens an answer (a marker)."""
+    """The item of one action, the solution c, after a prompt and what opens an answer (a marker)."""
     solution = task["ground_truth"]
     opened = prompt + domain_of(task).answer_message(task).removesuffix(solution)
     action = [*continuation(tokenizer, opened, solution), end_of_turn(tokenizer)]

@@ -69,12 +69,12 @@ def check_task(task, where, first):
 
 
 def check_ids(tasks, names, path):
-    """InputError where one of the names (task_id) stands for tasks with different references: their dialogues would be
+    """InputError where one of the names (task_id) stands for tasks with different solutions: their dialogues would be
     compared as if they were of one task."""
     solutions = {}
     for task, name in zip(tasks, names):
         if solutions.setdefault(name, task["ground_truth"]) != task["ground_truth"]:
-            raise InputError(f'{path}: two tasks with different references have the "task_id" {name}; give each a name '
+            raise InputError(f'{path}: two tasks with different solutions have the "task_id" {name}; give each a name '
                              'of its own, or leave out the key "task_id" everywhere')
 
 

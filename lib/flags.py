@@ -126,7 +126,7 @@ def yes_or_no(text):
 
 def add_reference(parser):
     """The flag of the stages that score actions with a critic."""
-    parser.add_argument("--reference-sees-c", type=yes_or_no, metavar="yes|no", help="whether the reference of eq. 3 "
+    parser.add_argument("--reference-sees-c", type=yes_or_no, metavar="yes|no", help="whether the reference model of eq. 3 "
                         "reads c when --critic scores, as in the paper's formula, or the dialogue alone, as in the "
                         "published code (None: as the critic was trained; untrained: no)")
 
@@ -134,7 +134,7 @@ def add_reference(parser):
 def add_critic(parser, is_needed=False):
     """The flags of methods that score actions with a critic."""
     parser.add_argument("--critic", type=text_flag, required=is_needed, help="a folder of 03, or untrained: --model, "
-                        "with a reference that does not see c")
+                        "with a reference model that does not see c")
     add_reference(parser)
 
 

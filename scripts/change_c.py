@@ -1,10 +1,10 @@
-"""Trajectories whose critic reads another c than the reference solution of their task.
+"""Trajectories whose critic reads another c than the solution of their task.
 
 Reads   trajectories.jsonl (02), with rewards.
-Writes  trajectories.jsonl with other references; dialogues and rewards stay.
+Writes  trajectories.jsonl with other solutions; dialogues and rewards stay.
 
---kind exchanged   the reference of another task of the same family: what inaccurate information costs
---kind facts       the reference, followed by a comment for each fact that the agent has to ask for, with its value
+--kind exchanged   the solution of another task of the same family: what inaccurate information costs
+--kind facts       the solution, followed by a comment for each fact that the agent has to ask for, with its value
 
     python scripts/change_c.py --kind facts --trajectories out/offline.jsonl --out out/offline-facts.jsonl
 """
@@ -22,22 +22,22 @@ from lib.runtime import InputError, run_stage, say, write_jsonl  # noqa: E402
 COMMENT = {"function": "#", "query": "--"}
 
 
-def exchanged_references(tasks):
-    """{task_id: the reference of the next task of its family}; its own where the family has no other."""
+def exchanged_solutions(tasks):
+    """{task_id: the solution of the next task of its family}; its own where the family has no other."""
     families = collections.defaultdict(list)                         # {family: names of its tasks}
     for name in sorted(tasks):
         families[tasks[name]["family"]].append(name)
-    references, num_alone = {}, 0
+    solutions, num_alone = {}, 0
     for names in families.values():
         num_alone += len(names) == 1
         for name, next_name in zip(names, names[1:] + names[:1]):
-            references[name] = tasks[next_name]["ground_truth"]
-    say(f"{num_alone:,} of {len(tasks):,} tasks are the only ones of their family and keep their reference")
-    return references
+            solutions[name] = tasks[next_name]["ground_truth"]
+    say(f"{num_alone:,} of {len(tasks):,} tasks are the only ones of their family and keep their solution")
+    return solutions
 
 
 def with_facts(task):
-    """The reference of a task, and below it the facts that the agent has to ask for."""
+    """The solution of a task, and below it the facts that the agent has to ask for."""
     comment, lines = COMMENT[domain_of(task).NOUN], [task["ground_truth"]]
     for fact in task["facts"]:
         if fact["matters"] and not fact["told"]:
@@ -64,11 +64,11 @@ def main(argv=None):
     if pathlib.Path(args.out).resolve() == pathlib.Path(args.trajectories).resolve():
         raise InputError(f"{args.out}: is the input")
     if args.kind == "exchanged":
-        references = exchanged_references(tasks)
+        solutions = exchanged_solutions(tasks)
     else:
-        references = {name: with_facts(task) for name, task in tasks.items()}
+        solutions = {name: with_facts(task) for name, task in tasks.items()}
     for trajectory in trajectories:
-        trajectory["task"] = {**trajectory["task"], "ground_truth": references[trajectory["task_id"]]}
+        trajectory["task"] = {**trajectory["task"], "ground_truth": solutions[trajectory["task_id"]]}
     write_jsonl(args.out, trajectories)
 
 

@@ -134,7 +134,7 @@ def gate_lines(gates, model_name):
     for kind, gate in gates.items():
         lines.append("{:22} {n:6,} {without_c:10.2f} {with_c:10.2f}".format(kind, **gate))
     if "wrong answer at once" not in gates:
-        lines.append("no wrong answer at once: no family of these tasks has two different references")
+        lines.append("no wrong answer at once: no family of these tasks has two different solutions")
     return lines
 
 

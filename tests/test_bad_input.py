@@ -45,7 +45,7 @@ CRITICS = {                     # {name of a critic's folder: its critic.json, o
     "NO_JSON": "", "A_LIST": "[]", "AN_INT": '{"score": 1}', "NO_NOTE": None,
     "NO_FORM": '{"score": "logratio", "normalize": "x"}',
     "SIGHT": '{"visual": true, "score": "value", "normalize": "none", "critic_sees_c": true, "reference": "r"}'}
-OTHER = '… two tasks with different references have the "task_id"'
+OTHER = '… two tasks with different solutions have the "task_id"'
 NO_SIGHT = "SIGHT: a visual critic cannot rank functions, which have nothing to see"
 MISTAKES = {                    # {stage and flags: how the line begins … what is further in it}
     "1 --check HALF_TASK": "HALF_TASK:2: not JSON (", "2 --agent script --tasks HALF_TASK": "HALF_TASK:2: not JSON (",
@@ -66,7 +66,7 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     "5 a=DATA": "DATA: is a directory", "1 --check NONE": "NONE: no such file or directory",
     # critics
     "4 SWEET untrained --reference-sees-c yes":
-        "--critic untrained: scores every action 0 with a reference that sees c",
+        "--critic untrained: scores every action 0 with a reference model that sees c",
     "4 SWEET MODEL/config.json": "MODEL/config.json: a file; a critic is a folder of 03_train_critic.py, MODEL perhaps",
     "4 SWEET NO_JSON": "NO_JSON/critic.json: not JSON", "4 SWEET A_LIST": "A_LIST/critic.json: a list",
     "4 SWEET AN_INT": "AN_INT/critic.json: missing", "4 SWEET NO_NOTE": "NO_NOTE: no critic.json",

@@ -275,7 +275,7 @@ def test_a_name_of_two_references_is_refused(tmp_path):
     rows = [{"task": task, "dialogue_history": HISTORY, "answer": ""} for task in tasks]
     for reader, content in ((read_tasks, tasks), (read_trajectories, rows)):
         assert len(reader(write(tmp_path / "two", content[:2]))) == 2
-        with pytest.raises(InputError, match='three: two tasks with different references have the "task_id" 0'):
+        with pytest.raises(InputError, match='three: two tasks with different solutions have the "task_id" 0'):
             reader(write(tmp_path / "three", content))
 
 

@@ -44,7 +44,7 @@ def test_gates_and_success_of_the_shipped_base_model(workspace, tmp_path):
         cells = [str(gate["n"]), f"{gate['without_c']:.2f}", f"{gate['with_c']:.2f}"]
         assert [*kind.split(), *cells] in [line.split() for line in printed.splitlines()]
     [line] = critics.gate_lines({kind: gate for kind, gate in gates.items() if kind[:5] != "wrong"}, BASE)[-1:]
-    assert line == "no wrong answer at once: no family of these tasks has two different references"
+    assert line == "no wrong answer at once: no family of these tasks has two different solutions"
     assert line not in printed
     metrics = stage(5).measure(read(workspace / "offline.jsonl"), backend)
     assert 0.15 <= metrics["success_rate"] <= 0.5 and metrics["success_when_known"] > 0.7

@@ -114,7 +114,7 @@ def test_bad_input_of_the_package_is_one_line(tmp_path, capsys):
         domains += json.dumps({"task": task, "answer": ""}) + "\n"
     for text, line in ((domains, f"{path}:2: a task of another domain than the first"),
                        ('{"task": {}}', f'{path}:1: missing "answer"'), ("[1]", f"{path}:1: a list, not an object"),
-                       ("{", f"{path}:1: not JSON"), ("", f"{path}: no rows in it"), (" \n\n", f"{path}: no rows in it"),
+                       ("{", f"{path}:1: not JSON"), *((text, f"{path}: no rows in it") for text in ("", " \n\n")),
                        ("\n" + "[" * 200_000, f"{path}:2: not JSON"),
                        ('{"task": {}, "answer": ""}', f'{path}:1: missing "problem_description"')):
         path.write_text(text)

@@ -70,7 +70,7 @@ def test_what_is_not_allowed_is_seen(tmp_path):
 def test_the_training_loops_of_03_and_04_differ_by_the_method():
     """train() of both: what stands around the loss is the same text."""
     critic_loop, policy_loop = ([line.strip() for line in lines_of(path, "train")] for path in STAGES[2:4])
-    assert [line for line in critic_loop if line in policy_loop][1:] == [
+    assert [line for line in critic_loop if line and line in policy_loop][1:] == [
         "for step, batch_numbers in loop.steps():",
         "for micro, weights in training.rank_batches(batch_numbers, examples, job):",
         "micro_examples = [examples[i] for i in micro]",
