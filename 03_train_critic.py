@@ -110,7 +110,7 @@ def split_groups(trajectories, needs_pairs, held_out_frac, path):
 
 
 def examples_of(trajectories, groups, critic):
-    """(examples, ref_examples) of groups of trajectory numbers: what the critic reads, and what its reference model does."""
+    """(examples, ref_examples) of groups of trajectory numbers: what the critic and its reference model read."""
     def make(sees_c):
         make_items = functools.partial(critic.trajectory_items, sees_c=sees_c)
         return common.trajectory_examples(trajectories, groups, make_items)
@@ -246,8 +246,8 @@ def main(argv=None):
                          f"{args.max_length}")
     job.output.begin()
 
-    # The reference model is this one before its first update: what it says is computed here, once, with the Scorer that is
-    # trained below
+    # The reference model is this one before its first update: what it says is computed here, once, with the Scorer
+    # that is trained below
     scorer = job.load(args.model, lora, critic.scorer_class)
     scorer.check_positions(items_of(examples))
     training.show_samples(critic.tokenizer, examples[0])

@@ -351,7 +351,7 @@ class LogRatioCritic(TextCritic):
     def advantages(self, items, ref_items, normalize):
         """Eq. 3 of the actions of items, (B, M)."""
         logps = padded(action_outputs(self.scorer, items, self.max_tokens))                # (B, M)
-        with adapter_off(self.ref_scorer.model):                     # a critic that is an adapter is its own reference model
+        with adapter_off(self.ref_scorer.model):                     # a trained adapter is its own reference model
             ref_logps = padded(action_outputs(self.ref_scorer, ref_items, self.max_tokens))
         if self.folder == self.reference:
             # It reads some items as its own reference does (no c): these are 0, bit for bit, in whatever batches.

@@ -126,9 +126,9 @@ def yes_or_no(text):
 
 def add_reference(parser):
     """The flag of the stages that score actions with a critic."""
-    parser.add_argument("--reference-sees-c", type=yes_or_no, metavar="yes|no", help="whether the reference model of eq. 3 "
-                        "reads c when --critic scores, as in the paper's formula, or the dialogue alone, as in the "
-                        "published code (None: as the critic was trained; untrained: no)")
+    parser.add_argument("--reference-sees-c", type=yes_or_no, metavar="yes|no", help="whether the reference model of "
+                        "eq. 3 reads c when --critic scores, as in the paper's formula, or the dialogue alone, as in "
+                        "the published code (None: as the critic was trained; untrained: no)")
 
 
 def add_critic(parser, is_needed=False):

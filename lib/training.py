@@ -174,7 +174,7 @@ class Loop:
                 loop.backward({"loss": …}, weights / num_terms)     # num_terms: of the step, whose loss is a mean
             loop.update(step)
 
-    has_dropout: False where the loss compares log-probabilities with the reference model's, which are computed without."""
+    has_dropout: False where the loss compares log-probabilities with the reference model's, which have none."""
 
     def __init__(self, scorer, examples, job, has_dropout=True):
         self.scorer = scorer
