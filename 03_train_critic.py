@@ -8,16 +8,16 @@ front of the first message (common.SOLUTION_TEXT):
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
 Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
-s: the sigmoid; b: --beta.
+s: the sigmoid; b: --beta (.1); --nll-coef .01; NLL: a mean over the agent's tokens. o_t: the dialogue so far.
 
 --normalize turn        L: the tokens of the turn (default)
 --normalize trajectory  L: all agent tokens of the trajectory, as in the published code
 --normalize none        L: 1
 --reference-sees-c no   p_ref does not read c. Before training A is then not 0: it says how much likelier c makes the
-                        turn. (04's flag of this name is about ranking; its default is the value of training.)
+                        turn. (04 has a flag of this name for ranking. Its default is what was set here.)
 --critic-sees-c no      leaves c out
 --score regression      a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
---score value           the head gives the logit of the return after each turn of every trajectory, trained by binary
+--score value           after each turn of every trajectory the head predicts its return, as a logit, by binary
                         cross-entropy
 An example is a pair of trajectories; with --score value a single one. Reports the pair accuracy on held-out tasks
 (default 5 %; the paper gives no figure).
@@ -50,9 +50,9 @@ from lib.vision import critic_processor, VisualCritic
 # losses
 
 def bradley_terry_losses(advantages, logps, lengths, beta, nll_coef):
-    """Eq. 2 of pairs of trajectories: (losses (P,), {name: (P,)} for the log).
+    """Eq. 2 of pairs of trajectories: (losses (P,), {name: (P,)} for the log). Rows alternate: chosen, rejected.
 
-    advantages   (2P, M) eq. 3 of each turn: the chosen trajectory of a pair, then its rejected one, and so on
+    advantages   (2P, M) eq. 3 of each turn
     logps        (2P, M) its log-probability under the critic, or a head's number (nll_coef is then 0)
     lengths      (2P, M) how many tokens it has, 0 where there is no such turn"""
     scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
@@ -109,66 +109,53 @@ def split_groups(trajectories, needs_pairs, held_out_frac, path):
     return train, test
 
 
-def examples_of(trajectories, groups, critic):
-    """(examples, ref_examples) of groups of trajectory numbers: what the critic and its reference model read."""
-    def make(sees_c):
-        make_items = functools.partial(critic.trajectory_items, sees_c=sees_c)
-        return common.trajectory_examples(trajectories, groups, make_items)
-    return critic.read(make)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 def train(scorer, examples, ref_logps, returns, critic, job):
     """Train the scorer's model on the examples, from the last saved state.
 
-    ref_logps   of a log-ratio critic, what reference_logps gives for each example
+    ref_logps   what reference_logps gives for each example of a log-ratio critic
     returns     of each example's first trajectory, at least 0: what a value critic learns"""
-    loop = training.Loop(scorer, examples, job, has_dropout=critic.score == "value")
+    loop = training.Loop(scorer, examples, job, train_mode=critic.score == "value")
     for step, batch_numbers in loop.steps():
         num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, job):
             micro_examples = [examples[i] for i in micro]
             batch = scorer.collate(items_of(micro_examples), job.run.device)
-            numbers = scorer(batch)              # (B, M) log-probabilities of turns, or a head's; of P pairs B = 2P
+            outputs = scorer(batch)              # (B, M) of turns: log-probabilities, or a head's; of P pairs B = 2P
             if critic.score == "value":
-                labels = torch.tensor([returns[i] for i in micro], device=numbers.device)          # (B,)
-                values = value_losses(numbers, labels, batch.lengths)                              # (B,) each
+                labels = torch.tensor([returns[i] for i in micro], device=outputs.device)          # (B,)
+                terms = value_losses(outputs, labels, batch.lengths)                               # (B,) each
             else:
                 micro_ref_logps = [ref_logps[i] for i in micro]
-                advantages = turn_advantages(numbers, micro_ref_logps, batch.lengths, critic)      # (B, M)
-                values = pair_losses(advantages, numbers, batch.lengths, critic, job.loss_weights)      # (P,) each
-            loop.backward(values, weights / num_terms)
+                advantages = turn_advantages(outputs, micro_ref_logps, batch.lengths, critic)      # (B, M)
+                losses, rewards = bradley_terry_losses(advantages, outputs, batch.lengths, job.beta, job.nll_coef)
+                terms = {"loss": losses, **training.preference_numbers(**rewards, dtype=job.sharding.dtype)}    # (P,)
+                if critic.score == "regression":
+                    del terms["nll"]                                # a head's outputs are no log-probabilities
+            loop.backward(terms, weights / num_terms)
         loop.update(step)
 
 
-def turn_advantages(numbers, ref_logps, lengths, critic):
-    """The advantages of turns, (B, M): eq. 3 or, of a regression critic, the head's numbers.
-    ref_logps: as of train(), of the B items."""
-    if critic.score == "regression":
-        return numbers
-    return common.action_advantages(numbers, padded_outputs(ref_logps, numbers.device), lengths, critic.normalize)
+def turn_advantages(outputs, ref_logps, lengths, critic):
+    """The advantages of turns, (B, M): eq. 3 of a log-ratio critic; what a regression head says.
 
-
-def pair_losses(advantages, logps, lengths, critic, loss_weights):
-    """bradley_terry_losses and what the log shows: {"loss" and others: (P,)}."""
-    beta, nll_coef, dtype = loss_weights
-    losses, numbers = bradley_terry_losses(advantages, logps, lengths, beta, nll_coef)
-    values = {"loss": losses, **training.preference_numbers(**numbers, dtype=dtype)}
+    outputs     (B, M) of the scorer
+    ref_logps   as of train(), of the B items"""
     if critic.score == "regression":
-        del values["nll"]                                           # a head's numbers are no log-probabilities
-    return values
+        return outputs
+    return common.action_advantages(outputs, padded_outputs(ref_logps, outputs.device), lengths, critic.normalize)
 
 
 def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
     """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
     The score is the sum of a trajectory's advantages, or the value of its last turn."""
     lengths = action_lengths(items_of(examples))                                           # (2P, M)
-    numbers = padded_outputs(example_outputs(scorer, examples, max_tokens))                # (2P, M)
+    outputs = padded_outputs(example_outputs(scorer, examples, max_tokens))                # (2P, M)
     if critic.score == "value":
-        scores = last_values(numbers, lengths)                                             # (2P,)
+        scores = last_values(outputs, lengths)                                             # (2P,)
     else:
-        scores = turn_advantages(numbers, ref_logps, lengths, critic).sum(1)               # (2P,)
+        scores = turn_advantages(outputs, ref_logps, lengths, critic).sum(1)               # (2P,)
     gaps = scores[0::2] - scores[1::2]                                                     # (P,)
     return ((gaps > 0).sum() + 0.5 * (gaps == 0).sum()).item() / len(gaps)
 
@@ -237,7 +224,10 @@ def main(argv=None):
                                        args.reference_sees_c, args.normalize)
     else:
         critic = common.HeadCritic(args.out, args.score, load_tokenizer(args.model), args.critic_sees_c)
-    examples, ref_examples = examples_of(trajectories, groups, critic)
+    examples = common.trajectory_examples(trajectories, groups, critic.trajectory_items, args.critic_sees_c)
+    ref_examples = examples
+    if not args.reference_sees_c:
+        ref_examples = common.trajectory_examples(trajectories, groups, critic.trajectory_items, sees_c=False)
     fitting = job.fitting_numbers(examples)
     examples = [examples[i] for i in fitting]
     num_trained = sum(not is_held_out(example.task_id, args.held_out_frac) for example in examples)

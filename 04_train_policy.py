@@ -10,7 +10,8 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
     eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
                  --reference-sees-c no: p_ref of eq. 3 does not read c in ranking, as in the published code (default: as
-                 in the critic's training).
+                 in the critic's training). A is then what the critic learned, plus what the base model knew of c:
+                 log p(a|o,c) - log p_ref(a|o) = [log p(a|o,c) - log p_ref(a|o,c)] + [log p_ref(a|o,c) - log p_ref(a|o)]
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
@@ -68,17 +69,16 @@ def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
     return losses, {"chosen": chosen, "rejected": rejected, "nll": nll}
 
 
-def preference_losses(scorer, batch, examples, ref_logps, loss_weights):
+def preference_losses(scorer, batch, examples, ref_logps, job):
     """Eq. 4 of a micro-batch, and what the log shows: {"loss" and others: (examples,), sums over the pairs of each},
     which train() divides by the pairs of the step.
     ref_logps: of each action under the reference model, (B, M)."""
-    beta, nll_coef, dtype = loss_weights
     items, actions = batch_pairs(examples).unbind(-1)                # of chosen and rejected, (P, 2) each
     pair_logps = scorer(batch)[items, actions]                                              # (P, 2)
     pair_ref_logps = ref_logps[items, actions]                                              # (P, 2)
     lengths = batch.lengths[items, actions]                                                 # (P, 2)
-    losses, numbers = dpo_losses(pair_logps, pair_ref_logps, lengths, beta, nll_coef)       # (P,)
-    numbers = training.preference_numbers(**numbers, dtype=dtype)
+    losses, numbers = dpo_losses(pair_logps, pair_ref_logps, lengths, job.beta, job.nll_coef)      # (P,)
+    numbers = training.preference_numbers(**numbers, dtype=job.sharding.dtype)
     num_pairs = [len(example.pairs) for example in examples]
     sums = {}
     for name, values in {"loss": losses, **numbers}.items():
@@ -118,12 +118,12 @@ def read_states(trajectories, tokenizer, data_frac, seed):
     "history", "max_rounds"} each. "prompt" is o_t, without c, as it was logged where the file allows (agent_turns)."""
     order = list(range(len(trajectories)))
     random.Random(seed).shuffle(order)
-    num_chosen = max(1, round(data_frac * len(order)))
-    chosen = [trajectories[i] for i in sorted(order[:num_chosen])]
+    num_used = max(1, round(data_frac * len(order)))
+    subset = [trajectories[i] for i in sorted(order[:num_used])]
     states, kinds = [], collections.Counter()
-    for trajectory in chosen:
+    for trajectory in subset:
         states += states_of(trajectory, agent_turns(tokenizer, trajectory, kinds))
-    say(f"{len(states):,} agent turns of {len(chosen):,} dialogues (--data-frac {data_frac:g} of "
+    say(f"{len(states):,} agent turns of {len(subset):,} dialogues (--data-frac {data_frac:g} of "
         f"{len(trajectories):,})")
     say_kinds("their prompts", kinds)
     return states
@@ -134,7 +134,7 @@ def fitting_states(states, tokenizer, critic, max_new_tokens, job):
     max_prompt_tokens = max_positions(job.model) - max_new_tokens
     fitting = []
     for state in states:
-        prompt = critic.prompt(state["prompt"], state["task"])       # as long as the agent's, or longer
+        prompt = critic.prompt(state["prompt"], state["task"], critic.critic_sees_c)         # the longer of the two
         if len(encode(tokenizer, prompt)) <= max_prompt_tokens:
             fitting.append(state)
     if len(fitting) < len(states):
@@ -371,12 +371,6 @@ def successful(trajectories, path):
     return good
 
 
-def trajectory_examples(trajectories, groups, tokenizer, sees_c):
-    """common.trajectory_examples of text."""
-    make_items = functools.partial(common.trajectory_items, tokenizer, sees_c=sees_c)
-    return common.trajectory_examples(trajectories, groups, make_items)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 def train(scorer, examples, ref_logps, losses_of, job):
@@ -384,7 +378,7 @@ def train(scorer, examples, ref_logps, losses_of, job):
 
     ref_logps   what reference_logps gives for each example; None where turns are imitated
     losses_of   (scorer, batch, examples, ref_logps (B, M) or None) -> {"loss": …, …}, (examples,) each"""
-    loop = training.Loop(scorer, examples, job, has_dropout=ref_logps is None)
+    loop = training.Loop(scorer, examples, job, train_mode=ref_logps is None)
     for step, batch_numbers in loop.steps():
         num_terms = sum(num_loss_terms(examples[i]) for i in batch_numbers)     # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, job):
@@ -393,8 +387,8 @@ def train(scorer, examples, ref_logps, losses_of, job):
             micro_ref_logps = None
             if ref_logps is not None:
                 micro_ref_logps = padded_outputs([ref_logps[i] for i in micro], job.run.device)     # (B, M)
-            values = losses_of(scorer, batch, micro_examples, micro_ref_logps)                      # (examples,) each
-            loop.backward(values, weights / num_terms)
+            terms = losses_of(scorer, batch, micro_examples, micro_ref_logps)           # sums, (examples,) each
+            loop.backward(terms, weights / num_terms)
         loop.update(step)
 
 
@@ -545,23 +539,24 @@ def main(argv=None):
         pairs = pairs_of(rows, tokenizer, args.pairs_per_turn, job)
         examples = pair_examples(pairs, tokenizer, args.pairs_together)
     else:
+        make_items = functools.partial(common.trajectory_items, tokenizer)
         if args.method != "sft":
             data.fill_rewards(trajectories, job.output)
         if args.method == "mtdpo":
             groups = common.trajectory_pairs(trajectories, args.trajectories)
             say(f"{len(groups):,} trajectory pairs")
-            examples = trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
+            examples = common.trajectory_examples(trajectories, groups, make_items, sees_c=False)
             examples = [pair_of_dialogues(example) for example in examples]
         else:
             good = successful(trajectories, args.trajectories) if args.method == "rft" else trajectories
-            examples = trajectory_examples(good, [(i,) for i in range(len(good))], tokenizer, sees_c=None)
+            examples = common.trajectory_examples(good, [(i,) for i in range(len(good))], make_items, sees_c=None)
         examples = [examples[i] for i in job.fitting_numbers(examples)]
         job.output.begin()
 
     is_preference = args.method in ("sweet", "mtdpo")
     losses_of = imitation_losses
     if is_preference:
-        losses_of = functools.partial(preference_losses, loss_weights=job.loss_weights)
+        losses_of = functools.partial(preference_losses, job=job)
     note_prompt(args.out, trajectories)
     train_policy(load, tokenizer, examples, losses_of, job, has_reference=is_preference)
 

@@ -3,6 +3,7 @@
 c is what a critic may know and the agent may not: the solution of the task."""
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import collections
+import contextlib
 import hashlib
 import itertools
 import math
@@ -153,11 +154,11 @@ def trajectory_items(tokenizer, trajectories, sees_c):
     return items
 
 
-def trajectory_examples(trajectories, groups, make_items):
+def trajectory_examples(trajectories, groups, make_items, sees_c):
     """An Example, without pairs, for each tuple of trajectory numbers, an item a trajectory.
-    make_items(trajectories): an item for each of them."""
+    make_items(trajectories, sees_c): an item for each of them (trajectory_items)."""
     numbers = sorted({number for group in groups for number in group})
-    items = dict(zip(numbers, make_items([trajectories[number] for number in numbers])))
+    items = dict(zip(numbers, make_items([trajectories[number] for number in numbers], sees_c)))
     examples = []
     for group in groups:
         examples.append(Example([items[number] for number in group], [], trajectories[group[0]]["task_id"]))
@@ -241,9 +242,8 @@ class TextCritic:
         self.reference_sees_c = reference_sees_c
         self.normalize = normalize
 
-    def prompt(self, prompt, task, sees_c=None):
-        """What is read in place of an agent's prompt (text): with c in front where the critic sees it."""
-        sees_c = self.critic_sees_c if sees_c is None else sees_c
+    def prompt(self, prompt, task, sees_c):
+        """What is read in place of an agent's prompt (text): with c in front, or the same."""
         return critic_prompt(self.tokenizer, prompt, task) if sees_c else prompt
 
     def trajectory_items(self, trajectories, sees_c):
@@ -251,22 +251,16 @@ class TextCritic:
         return trajectory_items(self.tokenizer, trajectories, sees_c)
 
     def state_items(self, states, sees_c):
-        """An item for each State; its actions are the state's."""
+        """An item for each State, with c in front or without; its actions are the state's."""
         prompts = [self.prompt(state.prompt, state.task, sees_c) for state in states]
         return [actions_item(self.tokenizer, prompt, state.actions) for prompt, state in zip(prompts, states)]
-
-    def read(self, make):
-        """(what the critic reads, what its reference model reads). make(sees_c) makes it with or without c."""
-        with_c = make(self.critic_sees_c)
-        if self.reference_sees_c:
-            return with_c, with_c
-        return with_c, make(False)
 
     def score_actions(self, states):
         """The advantage of each action of States, a list of floats for each state. Equal actions are scored once.
         An action is scored alone: with --normalize trajectory, too, by the mean over its own tokens."""
         distinct = [state._replace(actions=sorted(set(map(tuple, state.actions)))) for state in states]
-        items, ref_items = self.read(lambda sees_c: self.state_items(distinct, sees_c))
+        items = self.state_items(distinct, self.critic_sees_c)
+        ref_items = items if self.reference_sees_c else self.state_items(distinct, sees_c=False)
         normalize = "turn" if self.normalize == "trajectory" else self.normalize
         advantages = self.advantages(items, ref_items, normalize)                          # (states, M)
         if not advantages.isfinite().all():
@@ -280,7 +274,8 @@ class TextCritic:
     def score_turns(self, trajectories):
         """The advantage of each agent turn of trajectories, a list of floats for each trajectory, whose sum is its
         score; None where it has more tokens than --max-tokens, or than the critic takes."""
-        items, ref_items = self.read(lambda sees_c: self.trajectory_items(trajectories, sees_c))
+        items = self.trajectory_items(trajectories, self.critic_sees_c)
+        ref_items = items if self.reference_sees_c else self.trajectory_items(trajectories, sees_c=False)
         most = min(self.max_tokens, most_positions(self.scorer.model.config))
         fitting = [number for number, item in enumerate(items) if item_length(item) <= most]
         scores = [None] * len(trajectories)
@@ -316,7 +311,7 @@ class TextCritic:
         dummy = {"task": task, "max_rounds": 2, "dialogue_history": history, "chat_template_args": undated}
         prompts = []
         for trajectory in (dummy, {**dummy, "system_prompt": "?"}):
-            prompts.append(self.prompt(prompt_text(self.tokenizer, trajectory, history[:-1]), task))
+            prompts.append(self.prompt(prompt_text(self.tokenizer, trajectory, history[:-1]), task, self.critic_sees_c))
         return prompts
 
     def note(self):
@@ -328,7 +323,7 @@ class TextCritic:
 class LogRatioCritic(TextCritic):
     """A critic whose numbers are eq. 3: how much likelier than its reference model it makes an action.
 
-    reference   the name of the reference model; an untrained critic is its own, which then does not see c"""
+    reference   the name of the reference model. An untrained critic is compared with itself: with c against without"""
 
     score = "logratio"
     scorer_class = Scorer
@@ -336,32 +331,39 @@ class LogRatioCritic(TextCritic):
     def __init__(self, folder, reference, tokenizer, critic_sees_c=True, reference_sees_c=True, normalize="turn"):
         super().__init__(folder, tokenizer, critic_sees_c, reference_sees_c, normalize)
         self.reference = reference
+        self.is_untrained = folder == reference
 
     def load(self, load, max_tokens):
         """Load the models. load(name, lora=…, kind=…) loads a Scorer: load_whole, or load_scorer where it is split over
         the ranks. max_tokens: of a batch."""
         self.max_tokens = max_tokens
-        if self.folder == self.reference:                            # untrained
-            self.scorer = self.ref_scorer = for_scoring(load(self.folder))
-            return
-        self.scorer = self.ref_scorer = load_trained(self.folder, load, self.scorer_class)
-        if not is_adapter(self.folder):
+        if self.is_untrained:
+            self.scorer = for_scoring(load(self.folder))
+            self.ref_scorer = self.scorer
+        elif is_adapter(self.folder):
+            self.scorer = load_trained(self.folder, load, self.scorer_class)
+            self.ref_scorer = self.scorer                            # with its adapter off: advantages()
+        else:
+            self.scorer = load_trained(self.folder, load, self.scorer_class)
             self.ref_scorer = for_scoring(load(self.reference))
 
     def advantages(self, items, ref_items, normalize):
         """Eq. 3 of the actions of items, (B, M)."""
         logps = padded(action_outputs(self.scorer, items, self.max_tokens))                # (B, M)
-        with adapter_off(self.ref_scorer.model):                     # a trained adapter is its own reference model
+        off = contextlib.nullcontext()
+        if self.ref_scorer is self.scorer and not self.is_untrained:
+            off = adapter_off(self.scorer.model)                     # what is below a trained adapter is its reference
+        with off:
             ref_logps = padded(action_outputs(self.ref_scorer, ref_items, self.max_tokens))
-        if self.folder == self.reference:
-            # It reads some items as its own reference does (no c): these are 0, bit for bit, in whatever batches.
+        if self.is_untrained:
+            # Tasks without c give both sides the same tokens: their advantages are exactly 0, in whatever batches.
             is_same = torch.tensor([item == ref_item for item, ref_item in zip(items, ref_items)])
             ref_logps[is_same] = logps[is_same]
         return action_advantages(logps, ref_logps, action_lengths(items), normalize)
 
     def describe(self):
         """What its numbers are, in a line."""
-        model = "p_ref" if self.folder == self.reference else "p"
+        model = "p_ref" if self.is_untrained else "p"
         prompt = "o, c" if self.critic_sees_c else "o"
         ref_prompt = "o, c" if self.critic_sees_c and self.reference_sees_c else "o"
         mean = {"turn": "a mean over the tokens of a", "none": "a sum over the tokens of a",

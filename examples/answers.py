@@ -33,10 +33,10 @@ policy = importlib.import_module("04_train_policy")
 # ---------------------------------------------------------------------------------------------------------------------
 # loss
 
-def answers_losses(scorer, batch, examples, ref_logps, loss_weights, answer_coef):
+def answers_losses(scorer, batch, examples, ref_logps, job, answer_coef):
     """04's preference_losses, where --answer-coef adds the NLL of right answers, once for each pair."""
     logps = scorer(batch)                                            # (B, M)
-    losses = policy.preference_losses(lambda _: logps, batch, examples, ref_logps, loss_weights)
+    losses = policy.preference_losses(lambda _: logps, batch, examples, ref_logps, job)
     if answer_coef:
         num_pairs = torch.tensor([len(example.pairs) for example in examples], device=logps.device)
         losses["answer_nll"] = answer_nlls(logps, batch.lengths) * num_pairs                        # (examples,)
@@ -175,7 +175,7 @@ def main(argv=None):
     if args.answer_coef:
         examples = with_right_answers(examples, right_answers, args.seed)
 
-    losses_of = functools.partial(answers_losses, loss_weights=job.loss_weights, answer_coef=args.answer_coef)
+    losses_of = functools.partial(answers_losses, job=job, answer_coef=args.answer_coef)
     note_prompt(args.out, trajectories)
     policy.train_policy(load, tokenizer, examples, losses_of, job)
 

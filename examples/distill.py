@@ -15,6 +15,7 @@ import importlib
 
 import torch.nn.functional as F
 
+import common
 from lib import flags
 from lib.load import load_model, max_positions, projection_of
 from lib.runtime import run_stage
@@ -86,8 +87,9 @@ def main(argv=None):
     job, trajectories, tokenizer, load = fork
     job.max_length = min(args.max_length, max_positions(args.model))
     groups = [(i,) for i in range(len(trajectories))]
-    plain = policy.trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
-    informed = policy.trajectory_examples(trajectories, groups, tokenizer, sees_c=True)           # longer
+    make_items = functools.partial(common.trajectory_items, tokenizer)
+    plain = common.trajectory_examples(trajectories, groups, make_items, sees_c=False)
+    informed = common.trajectory_examples(trajectories, groups, make_items, sees_c=True)          # longer
     examples = [TaughtExample(*plain[i], informed[i].items) for i in job.fitting_numbers(informed)]
     job.output.begin()
 

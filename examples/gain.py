@@ -147,7 +147,7 @@ def main(argv=None):
     pairs = policy.pairs_of(rows, tokenizer, args.pairs_per_turn, job)
     examples = policy.pair_examples(pairs, tokenizer, args.pairs_together)
 
-    losses_of = functools.partial(policy.preference_losses, loss_weights=job.loss_weights)
+    losses_of = functools.partial(policy.preference_losses, job=job)
     note_prompt(args.out, trajectories)
     policy.train_policy(load, tokenizer, examples, losses_of, job)
 

@@ -203,7 +203,8 @@ def main(argv=None):
     data.fill_rewards(trajectories, job.output)
     say_whose(trajectories, args.model)
     groups = [(i,) for i in range(len(trajectories))]
-    examples = policy.trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
+    make_items = functools.partial(common.trajectory_items, tokenizer)
+    examples = common.trajectory_examples(trajectories, groups, make_items, sees_c=False)
     fitting = job.fitting_numbers(examples)
     examples = [examples[i] for i in fitting]
     fitting_trajectories = [trajectories[i] for i in fitting]

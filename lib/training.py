@@ -31,14 +31,6 @@ class Schedule(NamedTuple):
     save_every: int                 # steps
 
 
-class LossWeights(NamedTuple):
-    """The flags of eq. 2 and 4, and the arithmetic, which says how far apart equal rewards may be (EQUAL_MARGIN)."""
-
-    beta: float
-    nll_coef: float
-    dtype: str
-
-
 class Job:
     """What 03, 04 and its forks have in common: the flags of flags.add_training by name, the ranks and the output.
 
@@ -46,6 +38,7 @@ class Job:
     output      runtime.Output, a folder
     path        of the trajectories, for errors
     model       the name of the model that is trained
+    beta, nll_coef              of eq. 2 and 4
     sharding    load.Sharding
     max_length, max_tokens      tokens of an example, and of a pass without gradients"""
 
@@ -56,7 +49,8 @@ class Job:
         self.path = flags["trajectories"]
         self.model = flags["model"]
         self.schedule = pick(Schedule, flags)
-        self.loss_weights = pick(LossWeights, flags)
+        self.beta = flags["beta"]
+        self.nll_coef = flags["nll_coef"]
         self.sharding = Sharding(flags["dtype"], flags["activation_checkpointing"], flags["seed"], flags["compile"])
         self.max_length = flags["max_length"]
         self.max_tokens = flags["max_tokens"]
@@ -155,8 +149,9 @@ EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
 def preference_numbers(chosen, rejected, nll, dtype):
-    """What a log line shows of preferences, {name: (P,)}: the chosen one's reward and mean NLL, the margin. A pair of
-    equal rewards (EQUAL_MARGIN) is half right; before the first update all are (but for 03 --reference-sees-c no)."""
+    """What a log line shows of preferences, {name: (P,)}: the chosen one's implicit reward, its mean NLL, the margin.
+    A pair of equal rewards (EQUAL_MARGIN) is half right, as all are before the first update (except with 03
+    --reference-sees-c no)."""
     margin = chosen - rejected
     right = torch.where(margin.abs() <= EQUAL_MARGIN[dtype], 0.5, (margin > 0).float())
     return {"acc": right, "margin": margin, "chosen": chosen, "nll": nll}
@@ -174,11 +169,11 @@ class Loop:
                 loop.backward({"loss": …}, weights / num_terms)     # num_terms: of the step, whose loss is a mean
             loop.update(step)
 
-    has_dropout: False where the loss compares log-probabilities with the reference model's, which have none."""
+    train_mode: whether dropout is on. It is off for preferences: the reference model's numbers have none either."""
 
-    def __init__(self, scorer, examples, job, has_dropout=True):
+    def __init__(self, scorer, examples, job, train_mode=True):
         self.scorer = scorer
-        self.has_dropout = has_dropout
+        self.train_mode = train_mode
         self.examples = examples
         self.schedule = schedule = job.schedule
         self.output = job.output
@@ -199,7 +194,7 @@ class Loop:
 
     def steps(self):
         """Yields (step, the numbers of its examples) for each step that is left."""
-        self.scorer.train(self.has_dropout)
+        self.scorer.train(self.train_mode)
         for step in range(self.first_step, self.num_steps):
             # for dropout: ranks draw different numbers, and a resumed run the same again
             number = self.schedule.seed * self.num_steps + step
@@ -207,12 +202,12 @@ class Loop:
             self.sums = collections.Counter()
             yield step, self.batches[step]
 
-    def backward(self, values, weights):
-        """Accumulate the gradient of sum(values["loss"] * weights), (examples,) each: those of micro-batches and ranks
-        add up until update(). The weighted sum of each of the values is added to the step's numbers in the log."""
-        loss = (values["loss"] * weights).sum()
+    def backward(self, terms, weights):
+        """Accumulate the gradient of sum(terms["loss"] * weights), (examples,) each: those of micro-batches and ranks
+        add up until update(). The weighted sum of each of the terms is added to the step's numbers in the log."""
+        loss = (terms["loss"] * weights).sum()
         (loss * self.run.world_size).backward()                     # FSDP takes the ranks' mean, the batch is their sum
-        for name, value in values.items():
+        for name, value in terms.items():
             self.sums[name] += (value.detach() * weights).sum().double()
 
     def update(self, step):

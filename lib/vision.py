@@ -138,7 +138,7 @@ class VisualCritic:
         """What is saved with the model."""
         return self.processor
 
-    def prompt(self, prompt, task):
+    def prompt(self, prompt, task, sees_c):
         """It reads no prompt of the agent's: no c stands in front of it."""
         return prompt
 
@@ -158,11 +158,6 @@ class VisualCritic:
             sequences = [sequence_of[view] for view in turn_views]
             items.append([as_action(sequence, number) for number, sequence in enumerate(sequences)])
         return items
-
-    def read(self, make):
-        """As of TextCritic: a head has no reference model."""
-        items = make(self.critic_sees_c)
-        return items, items
 
     def action_views(self, states):
         """What each action of States would show: a list of views for each state."""

@@ -15,7 +15,7 @@ import common
 import lib.load
 from colbench import backend
 from compare import assert_same_steps, furthest, set_weights, weights
-from conftest import BASE, call, dies, load_critic, load_untrained, read, refused, succeed, write
+from conftest import BASE, call, dies, load_critic, load_untrained, loaded, read, refused, succeed, write
 from lib.load import (
     adapter_off,
     load_model,
@@ -152,6 +152,19 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
             assert (outputs_of(loaded.scorer) - expected).abs().max() > 1e-3
             with adapter_off(loaded.ref_scorer.model):
                 assert torch.equal(outputs_of(loaded.ref_scorer), expected)
+
+
+def test_the_reference_of_an_untrained_agent_s_adapter_has_the_adapter(data, policy):
+    """In bfloat16, in which adapters stay apart: 02 --best-of --critic untrained."""
+    row = read(data / "demos.jsonl")[0]
+    critic = loaded(common.untrained_critic(str(policy)), load_whole("cpu", "bfloat16"))
+    state = common.State("<|user|>?<|end|><|assistant|>", row["task"], [], [[7, 8, 9]], [])
+    logps, ref_logps = (action_outputs(critic.scorer, critic.state_items([state], sees_c), 4096)[0]
+                        for sees_c in (True, False))
+    with adapter_off(critic.scorer.model):
+        [off] = action_outputs(critic.scorer, critic.state_items([state], False), 4096)
+    assert critic.score_actions([state]) == [[pytest.approx((logps - ref_logps).item() / 3, abs=1e-6)]]
+    assert (off - ref_logps).abs().item() > 1e-3
 
 
 # --- folders
