@@ -7,7 +7,6 @@
 const $ = id => document.getElementById(id);
 const DATA = JSON.parse($("data").textContent);
 const { methods: METHODS, tasks: TASKS, dialogues: DIALOGUES, states: STATES } = DATA;
-const FORMS = { advantages: [], candidates: [], ...DATA.forms };
 const SHOWN_CHARACTERS = 5000, ROWS_A_PAGE = 100;
 const MEANINGS = {
   "no.": "number of the dialogue in this page", rounds: "turns of the agent",
@@ -34,7 +33,6 @@ DIALOGUES.forEach((d, number) => {
 const SIZES = DIALOGUES.flatMap(d => d.advantages).filter(given).map(Math.abs).sort(compare);
 const FULL_BAR = SIZES[Math.floor(0.99 * (SIZES.length - 1))] || 1;                     // a few turns are beyond
 const FULL_SUM = DIALOGUES.reduce((most, d) => Math.max(most, Math.abs(d.advantage || 0)), 1e-9);
-const KINDS = distinct(DIALOGUES.flatMap(d => d.turns.map(turn => turn.kind)));
 
 const won = d => d.reward === 1;
 const verdict = d => DATA.graded ? "" : won(d) ? "good" : "bad";                        // the look of a badge
@@ -79,11 +77,10 @@ function legend(part) {
 /** A table that scrolls where it is too wide, and what its headings mean. rows: [[content of a cell, …], …]. */
 function tableOf(look, headings, rows) {
   const head = headings.map(text => el("th", { scope: "col", title: MEANINGS[text] }, text));
-  const cells = contents => contents.map((content, place) => {
-    const heading = headings[place];                                // a narrow screen shows it in the cell
-    return el(place ? "td" : "th", { "data-heading": heading, class: heading === "tokens" && "num" }, content);
-  });
-  const table = el(`table.${look}`, el("thead", el("tr", head)), el("tbody", rows.map(row => el("tr", cells(row)))));
+  const cell = (content, place) => el(place ? "td" : "th", { scope: !place && "row",
+    "data-heading": headings[place] }, content);                    // a narrow screen shows it in the cell
+  const body = rows.map(row => el("tr", row.map(cell)));
+  const table = el(`table.${look}`, el("thead", el("tr", head)), el("tbody", body));
   return el("div.scroll", table, legend(table));
 }
 
@@ -102,8 +99,8 @@ function textBlock(text, name = "div") {
 /** A bar from the middle: to the right and "+" above 0, to the left, striped and "−" below. */
 function advantageBar(value, full = FULL_BAR) {
   const width = Math.min(50, 50 * Math.abs(value) / full).toFixed(1);
-  const fill = el("span.fill", { style: `${value < 0 ? "right" : "left"}:50%;width:${width}%` });
-  return el(`span.advantage.${value < 0 ? "minus" : "plus"}`, el("span.track", { "aria-hidden": "true" }, fill),
+  const bar = el("span.fill", { style: `${value < 0 ? "right" : "left"}:50%;width:${width}%` });
+  return el(`span.advantage.${value < 0 ? "minus" : "plus"}`, el("span.track", { "aria-hidden": "true" }, bar),
     el("span.number", signed(value)));
 }
 
@@ -129,11 +126,9 @@ function linkedStrip(d) {
 /** A labelled select of "all" and options, [value, text] or value. Its id ends with the key of the address it sets. */
 function choice(id, label, options, all = "all") {
   const key = id.slice(2);                                          // f-kind: kind
+  const option = ([value, text = value]) => el("option", { value }, text);
   const select = el("select", { id, onchange: () => go({ ...CLOSED, page: null, [key]: select.value }) },
-    [["", all], ...options].map(option => {
-      const [value, text = value] = [option].flat();
-      return el("option", { value }, text);
-    }));
+    option(["", all]), options.map(one => option([one].flat())));
   select.value = state[key] || "";
   return el("label", label, " ", select);
 }
@@ -153,14 +148,13 @@ function comparison(d) {
   const [reference, answer] = [TASKS[d.t].image, d.image].map(name => DATA.images[name]);
   const shot = (src, alt, style) => src ? el("img", { src, alt, style }) : el("div.none", "no screenshot in this page");
   const figure = (caption, ...parts) => el("figure", parts, el("figcaption", caption));
-  const shots = [[reference, "reference"], [answer, "answer"]].map(([src, name]) => figure(name, shot(src, name)));
   const over = shot(answer, "", "clip-path:inset(0 0 0 50%)");
   const slider = el("input", { type: "range", min: 0, max: 100, value: 50,
     "aria-label": "place of the border between reference and answer",
     oninput: () => { over.style.clipPath = `inset(0 0 0 ${slider.value}%)`; } });
-  const stack = el("div.stack", shot(reference, ""), over);
-  return el("div.shots", shots, reference && answer &&
-    figure("left of the border the reference, right of it the answer", stack, slider));
+  return el("div.shots", figure("reference", shot(reference, "reference")), figure("answer", shot(answer, "answer")),
+    reference && answer && figure("left of the border the reference, right of it the answer",
+      el("div.stack", shot(reference, ""), over), slider));
 }
 
 // --- the address is the state
@@ -215,16 +209,20 @@ function show() {
 // --- dialogues: filters, the list, one dialogue
 const texts = [];                                                   // every letter that is typed asks for them
 const textOf = d => texts[d.number] ??= [TASKS[d.t].id, ...d.turns.map(turn => turn.text)].join("\n").toLowerCase();
-const FILTERS = {
-  m: (d, value) => METHODS[d.m] === value,
-  reward: (d, value) => value === (DATA.graded ? String(Math.max(0, Math.min(3, Math.floor(d.reward * 4)))) :
-    won(d) ? "success" : "failed"),
-  family: (d, value) => TASKS[d.t].family === value,
-  rounds: (d, value) => d.rounds === Number(value),
-  kind: (d, value) => d.turns.some(turn => value === "~cut" ? turn.cut : value === "~leak" ? turn.leak :
-    turn.kind === value),
-  q: (d, value) => textOf(d).includes(value.toLowerCase()),
-};
+const REWARDS = DATA.graded ? [["3", "0.75 to 1"], ["2", "0.5 to 0.75"], ["1", "0.25 to 0.5"], ["0", "below 0.25"]] :
+  [["success", "\u2713 success"], ["failed", "\u2717 failed"]];
+const rewardClass = d => DATA.graded ? Math.max(0, Math.min(3, Math.floor(d.reward * 4))) :
+  won(d) ? "success" : "failed";
+
+/** The filters of the list: what can be chosen, by default all that dialogues have, and what a dialogue has of it. */
+const FILTERS = [
+  { key: "m", label: "method", options: METHODS, valuesOf: d => [METHODS[d.m]] },
+  { key: "reward", label: "reward", options: REWARDS, valuesOf: d => [rewardClass(d)] },
+  { key: "family", label: "family", valuesOf: d => [TASKS[d.t].family] },
+  { key: "rounds", label: "rounds", valuesOf: d => [d.rounds] },
+  { key: "kind", label: "kind of turn", all: "any",
+    valuesOf: d => d.turns.flatMap(turn => [turn.kind, turn.cut && "~cut", turn.leak && "~leak"]) },
+];
 
 /** The columns of the list: what a cell shows, and what it is sorted by where that is another. */
 const COLUMNS = [
@@ -249,26 +247,22 @@ function sorting() {
 
 /** The dialogues that the filters leave, in their order. */
 function selection() {
-  const active = Object.keys(FILTERS).filter(key => state[key]);
-  const list = DIALOGUES.filter(d => active.every(key => FILTERS[key](d, state[key]))), [column, sign] = sorting();
+  const active = FILTERS.filter(({ key }) => state[key]), words = (state.q || "").toLowerCase();
+  const keeps = d => ({ key, valuesOf }) => valuesOf(d).some(value => String(value) === state[key]);
+  const list = DIALOGUES.filter(d => active.every(keeps(d)) && (!words || textOf(d).includes(words)));
+  const [column, sign] = sorting();
   const { content, order = content } = column || {};
   return order ? list.sort((a, b) => sign * compare(order(a), order(b))) : list;
 }
 let listed = [];                                                    // the selection that is drawn
 
 function filterBar() {
-  const families = distinct(TASKS.map(task => task.family));
-  const special = [["~cut", "cut turn"], ["~leak", "reply that leaks"]];
-  const kinds = [...KINDS, ...special.filter(([value]) => DIALOGUES.some(d => FILTERS.kind(d, value)))];
-  const rewards = DATA.graded ? [["3", "0.75 to 1"], ["2", "0.5 to 0.75"], ["1", "0.25 to 0.5"], ["0", "below 0.25"]] :
-    [["success", "\u2713 success"], ["failed", "\u2717 failed"]];
+  const text = { "~cut": "cut turn", "~leak": "reply that leaks", __proto__: null };
+  const choices = FILTERS.map(({ key, label, valuesOf, all, options = distinct(DIALOGUES.flatMap(valuesOf)) }) =>
+    options.length > 0 && choice(`f-${key}`, label, options.map(one => text[one] ? [one, text[one]] : one), all));
   const search = el("input", { type: "search", id: "f-q", placeholder: "words in the dialogue", autocomplete: "off",
     oninput: () => go({ q: search.value, page: null }, true) });
-  return el("form.filters", { role: "search", onsubmit: event => event.preventDefault() },
-    choice("f-m", "method", METHODS), choice("f-reward", "reward", rewards),
-    families.length > 0 && choice("f-family", "family", families),
-    choice("f-rounds", "rounds", distinct(DIALOGUES.map(d => d.rounds))),
-    kinds.length > 0 && choice("f-kind", "kind of turn", kinds, "any"),
+  return el("form.filters", { role: "search", onsubmit: event => event.preventDefault() }, choices,
     el("label", "text ", search), button("f-reset", "reset", () => go(fresh({ view: "dialogues" }))));
 }
 
@@ -319,25 +313,21 @@ function drawList() {
 function drawDialogues(before) {
   listed = selection();
   const d = DIALOGUES[state.d], place = listed.indexOf(d);
-  for (const key of Object.keys(FILTERS)) {
-    const control = $(`f-${key}`), value = state[key] || "";
-    if (control && control.value !== value) control.value = value;
+  for (const control of $("dialogues").querySelectorAll("form :is(select, input)")) {
+    control.value = state[control.id.slice(2)] || "";
   }
   if (state.page === undefined && place >= ROWS_A_PAGE) state.page = Math.floor(place / ROWS_A_PAGE);
   drawList();
   $("browser").classList.toggle("open", Boolean(d));
   $("dialogue").hidden = !d;
   fill($("dialogue"), d && dialogue(d));
-  const opener = $(`open-${d ? d.number : before.d}`);
-  if (!d) {
-    if (before.d) opener?.focus();
-    return;
-  }
-  const turn = $(`turn-${d.number}-${state.turn}`), isOther = state.d !== before.d;
-  if (opener) $("list").scrollTop = opener.closest("tr").offsetTop - $("list").clientHeight / 2;
+  const opener = $(`open-${d ? d.number : before.d}`), turn = d && $(`turn-${d.number}-${state.turn}`);
+  const isOther = d && state.d !== before.d;
+  if (d && opener) $("list").scrollTop = opener.closest("tr").offsetTop - $("list").clientHeight / 2;
   if (turn) turn.scrollIntoView({ block: "center" });
   else if (isOther) $("dialogue").scrollIntoView({ block: "nearest" });
   if (isOther && before.view === "dialogues") $("dialogue-title").focus({ preventScroll: true });
+  if (!d && before.d) opener?.focus();
 }
 
 /** Reference and hidden facts; CSS shows them when the switch is on. `d`: ticks off what was learned in it. */
@@ -395,7 +385,7 @@ function dialogue(d) {
       d.known !== undefined && badge(`${tick(d.known)}${d.known ? "" : "not "}all known before the answer`)),
     given(d.advantage) && el("div.sum", linkedStrip(d),
       el("p", "sum of the turn advantages ", advantageBar(d.advantage, FULL_SUM)),
-      note("Bars that are down and striped: advantages below 0."), FORMS.advantages.map(note)),
+      note("Bars that are down and striped: advantages below 0."), DATA.forms.advantages?.map(note)),
     secrets(task, d), el("div.turns", d.turns.map((_, place) => turnCard(d, place, known))),
     d.fault && note(`\u26A0 the answer cannot be rendered: ${d.fault}`),
     tests.length > 0 && el("details", el("summary", `failed tests (${tests.length} of ${d.num_failed})`),
@@ -485,7 +475,7 @@ function drawCandidates() {
       choice("k-side", "pairs", ["chosen", "rejected"]), moves("state", " state", list, number, s => ({ s }))),
     el("p.lead", "The policy wrote these turns for one state, and the critic ranked them. A pair has a chosen turn " +
       "\u25B2 of the better half and a rejected turn \u25BC of the worse half. The double line parts the halves."),
-    FORMS.candidates.map(note), el("h2", { dir: "auto" }, firstLine(task.request)),
+    DATA.forms.candidates?.map(note), el("h2", { dir: "auto" }, firstLine(task.request)),
     el("p.about", badge(`task ${task.id}`), badge(`round ${round}`), dialogueOf(one)), secrets(task),
     el("details", { open: true }, el("summary", `the dialogue so far (${several(one.history.length, "turn")})`),
       one.history.map(turn => box(turn, {}, null, textBlock(turn.text)))), candidateTable(one.candidates));
@@ -530,7 +520,6 @@ $("help-close").addEventListener("click", () => $("help").close());
 $("f-download").addEventListener("click", download);
 $("dialogues").prepend(filterBar());
 $("browser").before(legend(el("tr", COLUMNS.map(heading))));
-for (const id of ["nav", "switch", "help-button"]) $(id).hidden = false;
 for (const part of document.querySelectorAll("#results > .scroll, #advantages > .pair")) part.after(legend(part));
 window.addEventListener("hashchange", show);
 show();
