@@ -133,10 +133,9 @@ function choice(id, label, options, all = "all") {
   return el("label", label, " ", select);
 }
 
-/** Buttons to the item of a list before and after the one that is shown, for keys j and k, and its place in the list.
- * changesTo: those of the address that show an item. */
-function moves(id, name, list, shown, changesTo) {
-  const place = list.indexOf(shown), end = name && `${name}s`;
+/** Buttons (keys k and j) to what stands before and after `item` in a list, and its place; changesTo(item): address. */
+function moves(id, name, list, item, changesTo) {
+  const place = list.indexOf(item), end = name && `${name}s`;
   const move = (side, text, step) => button(`${id}-${side}`, text, () => go(changesTo(list[place + step])),
     { "data-step": step, disabled: list[place + step] === undefined });
   return [move("back", `\u2190 previous${name}`, -1), move("on", `next${name} \u2192`, 1),
@@ -439,8 +438,7 @@ function methodBox(dialogues, picks) {
 }
 
 // --- candidates of a state
-const isAsked = candidate => (!state.kind || candidate.kind === state.kind) &&
-  (!state.side || candidate[state.side] > 0);
+const isAsked = ({ kind, ...sides }) => (!state.kind || kind === state.kind) && (!state.side || sides[state.side] > 0);
 
 function candidateTable(candidates) {
   const ranked = [...candidates].sort((a, b) => b.advantage - a.advantage), asked = ranked.filter(isAsked);
@@ -459,8 +457,8 @@ function candidateTable(candidates) {
 
 /** A link to the dialogue that a state is of, where this page has it. */
 function dialogueOf({ t, sample, history }) {
-  const isStart = d => history.every((turn, place) => d.turns[place]?.text === turn.text);
-  const d = BY_TASK[t].find(one => one.sample === sample && isStart(one));
+  const begins = d => d.sample === sample && history.every((turn, place) => d.turns[place]?.text === turn.text);
+  const d = BY_TASK[t].find(begins);
   return d ? link(fresh({ view: "dialogues", d: d.number, turn: history.length }), "open its dialogue") :
     muted(`of sample ${sample + 1}, not in this page`);
 }
