@@ -19,8 +19,9 @@ const MEANINGS = {
 };
 
 const given = value => value !== undefined && value !== null && value !== false;
-const compare = (x, y) => x === y ? 0 : x > y ? 1 : -1;
-const distinct = values => [...new Set(values)].filter(value => value || value === 0).sort(compare);
+const ascending = (x, y) => x === y ? 0 : x > y ? 1 : -1;
+// without what is not there: undefined, "", false
+const distinct = values => [...new Set(values)].filter(value => value || value === 0).sort(ascending);
 const BY_TASK = TASKS.map(() => []);                                  // the dialogues of each task
 DIALOGUES.forEach((d, number) => {
   d.number = number;
@@ -30,7 +31,7 @@ DIALOGUES.forEach((d, number) => {
   if (d.rounds && d.advantages.every(given)) d.advantage = d.advantages.reduce((sum, value) => sum + value, 0);
   BY_TASK[d.t].push(d);
 });
-const SIZES = DIALOGUES.flatMap(d => d.advantages).filter(given).map(Math.abs).sort(compare);
+const SIZES = DIALOGUES.flatMap(d => d.advantages).filter(given).map(Math.abs).sort(ascending);
 const FULL_BAR = SIZES[Math.floor(0.99 * (SIZES.length - 1))] || 1;                     // a few turns are beyond
 const FULL_SUM = DIALOGUES.reduce((most, d) => Math.max(most, Math.abs(d.advantage || 0)), 1e-9);
 
@@ -251,7 +252,7 @@ function selection() {
   const list = DIALOGUES.filter(d => active.every(keeps(d)) && (!words || textOf(d).includes(words)));
   const [column, sign] = sorting();
   const { content, order = content } = column || {};
-  return order ? list.sort((a, b) => sign * compare(order(a), order(b))) : list;
+  return order ? list.sort((a, b) => sign * ascending(order(a), order(b))) : list;
 }
 let listed = [];                                                    // the selection that is drawn
 
