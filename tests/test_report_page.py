@@ -19,9 +19,8 @@ FORMS = {"advantages": ["out/critic: scores are p"], "candidates": ["out/critic:
 
 
 def make_task(rng, number):
-    family, facts = rng.choice(["game", "shipping", "grades"]), []
-    for name in ("base price", "life bonus", "pass mark"):
-        facts.append(f"{name} = {rng.randint(2, 40)}")
+    family = rng.choice(["game", "shipping", "grades"])
+    facts = [f"{name} = {rng.randint(2, 40)}" for name in ("base price", "life bonus", "pass mark")]
     return {"id": f"{number:06x}", "family": family, "request": f"A function for {family}, please.\ndef f(x):",
             "reference": f"def f(x):\n    return {number}", "facts": facts}
 
@@ -53,8 +52,7 @@ def make_state(rng, t, task):
         candidates.append({"text": f"What about {rng.choice(task['facts'])}?", "kind": kind, "ended": True, "tokens": 9,
                            "chosen": int(rank < 2), "rejected": int(rank > 5), "advantage": round(0.4 - rank / 10, 4)})
     rng.shuffle(candidates)
-    history = [{"who": "user", "text": task["request"]}]
-    return {"t": t, "sample": t % 2, "history": history, "candidates": candidates}
+    return {"t": t, "sample": t % 2, "history": [{"who": "user", "text": task["request"]}], "candidates": candidates}
 
 
 def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20):
@@ -97,7 +95,7 @@ def write(path, data, **changes):
     return path
 
 
-DRAWN = """async () => {
+DRAWN = """async () => {                                            // the policy forbids wait_for_function
   for (const end = Date.now() + 60_000; typeof drawn !== "undefined" && drawn !== location.hash;) {
     if (Date.now() > end) throw new Error("not drawn");
     await new Promise(done => setTimeout(done, 10));
@@ -126,7 +124,7 @@ class Page:
     def drawn_after(self, act):
         def act_and_wait(*args, **options):
             act(*args, **options)
-            self.tab.evaluate(DRAWN)                                # the policy forbids wait_for_function
+            self.tab.evaluate(DRAWN)
         return act_and_wait
 
     def asked(self, request):
@@ -585,4 +583,4 @@ def test_the_page_is_one_file_without_addresses(tmp_path):
                              (FOLDER / name).read_text(encoding="utf-8"))
     # no spread of all dialogues or turns into arguments, which end with an error at about 120,000
     spreads = re.findall(r"(?:Math\.\w+|push)\([^)]*\.\.\.(\w+)", (FOLDER / "page.js").read_text(encoding="utf-8"))
-    assert set(spreads) <= {"shown", "ranked"}
+    assert set(spreads) <= {"picks", "ranked"}
