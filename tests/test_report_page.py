@@ -22,7 +22,7 @@ def make_task(rng, number):
     family = rng.choice(["game", "shipping", "grades"])
     facts = [f"{name} = {rng.randint(2, 40)}" for name in ("base price", "life bonus", "pass mark")]
     return {"id": f"{number:06x}", "family": family, "request": f"A function for {family}, please.\ndef f(x):",
-            "reference": f"def f(x):\n    return {number}", "facts": facts}
+            "solution": f"def f(x):\n    return {number}", "facts": facts}
 
 
 def make_dialogue(rng, m, t, task):
@@ -35,7 +35,7 @@ def make_dialogue(rng, m, t, task):
             reply |= {"text": f"In our company {task['facts'][num_known]}.", "learned": [num_known]}
             num_known += 1
         turns += [turn, reply]
-    answer, kind = (task["reference"], "right answer") if right else ("def f(x): return x", "wrong answer")
+    answer, kind = (task["solution"], "right answer") if right else ("def f(x): return x", "wrong answer")
     turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}", "kind": kind})
     for turn in turns[1::2]:
         turn |= {"tokens": rng.randint(7, 90), "advantage": round(rng.gauss(0, 0.3), 4), "cut": rng.random() < 0.05}
@@ -218,7 +218,7 @@ def test_first_screen_is_the_table_with_bars_and_another_has_the_advantages(at):
         assert bar.get_attribute("aria-label") == f"{rate:.3f}, 95 % interval {rate - 0.02:.3f} to {rate + 0.02:.3f}"
     assert m == 2 and shown(tab, "section h2") == []                # neither plots nor hints, and no other view
     assert tab.locator(".results th[scope=col]").count() == 4
-    assert "show the reference" in tab.get_attribute(".results th:has-text('leaks')", "title")
+    assert "show the solution" in tab.get_attribute(".results th:has-text('leaks')", "title")
     assert shown(tab, ".legend") == []                              # where a pointer shows titles
     assert table(at("#view=advantages"), "#advantages") == [
         ["needed", "224", "+0.303", "+0.357 (112)", "–", "+0.250 (112)"],
@@ -309,13 +309,13 @@ def test_a_dialogue_shows_every_turn_with_its_advantage(at):
     assert "named" in tab.get_attribute(f"#turn-{d}-3", "class")
 
 
-def test_reference_and_facts_are_behind_the_switch(at):
+def test_solution_and_facts_are_behind_the_switch(at):
     d = next(i for i, one in enumerate(DIALOGUES) if one["known"] and one["reward"] < 1)
     one, task, tab = DIALOGUES[d], DATA["tasks"][DIALOGUES[d]["t"]], at(f"#d={d}")
     assert shown(tab, ".secret") == [] and "learned" not in tab.inner_text("body")
-    assert task["reference"] not in tab.inner_text("body")
+    assert task["solution"] not in tab.inner_text("body")
     tab.check("#secrets")
-    assert tab.inner_text("#dialogue div.secret pre") == task["reference"]
+    assert tab.inner_text("#dialogue div.secret pre") == task["solution"]
     rounds = [place // 2 for place, turn in enumerate(one["turns"]) if "learned" in turn]            # of fact 0, 1, …
     facts = list(zip(task["facts"], rounds, strict=True))
     assert shown(tab, "#dialogue p.secret") == [
@@ -449,7 +449,7 @@ def test_hostile_texts_stay_texts(page_of):
     data = make_data(len(ATTACKS), (ATTACKS[0], "<b>sweet</b>"), num_states=3)
     data |= {"left_out": ATTACKS[0], "forms": dict.fromkeys(FORMS, [ATTACKS[0]])}
     for attack, task, d in zip(ATTACKS, data["tasks"], data["dialogues"]):
-        task |= dict.fromkeys(("id", "family", "request", "reference"), attack) | {"facts": [attack] * 4}
+        task |= dict.fromkeys(("id", "family", "request", "solution"), attack) | {"facts": [attack] * 4}
         d |= {"answer": attack, "reward": 0.5, "fault": attack,
               "failed": [dict.fromkeys(("call", "expected", "got", "said"), attack)]}
         for turn in d["turns"]:
@@ -530,7 +530,7 @@ def test_missing_pieces_leave_their_section_out(page_of):
 
 
 VIEWS = {                                                           # and what a finger reads of their columns
-    "#view=results": {"leaks: share of the simulator's replies that show the reference"},
+    "#view=results": {"leaks: share of the simulator's replies that show the solution"},
     "#view=dialogues": {"reward: share of the tests that the answer passes", "advantage: sum of the turn advantages"},
     "#d=0&turn=1": set(),
     "#view=compare&t=1": set(),

@@ -10,12 +10,12 @@ const { methods: METHODS, tasks: TASKS, dialogues: DIALOGUES, states: STATES } =
 const SHOWN_CHARACTERS = 5000, ROWS_A_PAGE = 100;
 const MEANINGS = {
   "no.": "number of the dialogue in this page", rounds: "turns of the agent",
-  reward: DATA.graded ? "how alike the answer and the reference are, 1 the most" :
+  reward: DATA.graded ? "how alike the answer and the solution are, 1 the most" :
     "share of the tests that the answer passes",
   advantage: "sum of the turn advantages", "turn by turn": "the advantage of each turn",
   rank: "by the critic's score, 1 the best", pairs: "in how many of the training pairs it is chosen or rejected",
   kind: "what a question or an answer is worth, by the task's facts", tokens: "length of the turn",
-  call: "a test: a call of the function", expected: "what the reference returns", got: "what the answer returns",
+  call: "a test: a call of the function", expected: "what the solution returns", got: "what the answer returns",
 };
 
 const given = value => value !== undefined && value !== null && value !== false;
@@ -143,18 +143,18 @@ function moves(id, name, list, item, changesTo) {
     muted(place < 0 ? "not in the list" : `${counted(place + 1)} of ${counted(list.length)}${end}`)];
 }
 
-/** Screenshots of reference and answer: side by side, and over each other with a slider. */
+/** Screenshots of solution and answer: side by side, and over each other with a slider. */
 function comparison(d) {
-  const [reference, answer] = [TASKS[d.t].image, d.image].map(name => DATA.images[name]);
+  const [solution, answer] = [TASKS[d.t].image, d.image].map(name => DATA.images[name]);
   const shot = (src, alt, style) => src ? el("img", { src, alt, style }) : el("div.none", "no screenshot in this page");
   const figure = (caption, ...parts) => el("figure", parts, el("figcaption", caption));
   const over = shot(answer, "", "clip-path:inset(0 0 0 50%)");
   const slider = el("input", { type: "range", min: 0, max: 100, value: 50,
-    "aria-label": "place of the border between reference and answer",
+    "aria-label": "place of the border between solution and answer",
     oninput: () => { over.style.clipPath = `inset(0 0 0 ${slider.value}%)`; } });
-  return el("div.shots", figure("reference", shot(reference, "reference")), figure("answer", shot(answer, "answer")),
-    reference && answer && figure("left of the border the reference, right of it the answer",
-      el("div.stack", shot(reference, ""), over), slider));
+  return el("div.shots", figure("solution", shot(solution, "solution")), figure("answer", shot(answer, "answer")),
+    solution && answer && figure("left of the border the solution, right of it the answer",
+      el("div.stack", shot(solution, ""), over), slider));
 }
 
 // --- the address is the state
@@ -330,7 +330,7 @@ function drawDialogues(before) {
   if (!d && before.d) opener?.focus();
 }
 
-/** Reference and hidden facts; CSS shows them when the switch is on. `d`: ticks off what was learned in it. */
+/** The solution and the hidden facts; CSS shows them when the switch is on. `d`: ticks off what was learned in it. */
 function secrets(task, d) {
   const fact = (text, number) => {
     const place = d?.turns.findIndex(turn => turn.learned?.includes(number)), isOpen = place < 0;
@@ -338,7 +338,7 @@ function secrets(task, d) {
     return el(`li.${isOpen ? "open" : ""}`, d && (isOpen ? "\u25CB " : "\u2713 "), el("span", { dir: "auto" }, text),
       d && muted(isOpen ? " not learned" : ` learned in round ${round}`));
   };
-  return el("div.secret", el("h3", "Reference (c), hidden from the agent"), textBlock(task.reference || "", "pre"),
+  return el("div.secret", el("h3", "Solution (c), hidden from the agent"), textBlock(task.solution || "", "pre"),
     task.facts && el("ul.facts", task.facts.map(fact)), task.image && d && comparison(d));
 }
 
@@ -360,7 +360,7 @@ function turnCard(d, place, known) {
   const about = [round > 0 && ` round ${round}`, turn.tool && badge(turn.tool), turn.kind && badge(turn.kind, "kind"),
     turn.tokens && muted(several(turn.tokens, "token")), turn.cut && badge("\u2702 cut by the token limit", "bad"),
     turn.fault && badge(`\u26A0 this page cannot be rendered: ${turn.fault}`, "bad"),
-    turn.leak && badge(`\u26A0 shows the reference: ${turn.leak}`, "bad"),
+    turn.leak && badge(`\u26A0 shows the solution: ${turn.leak}`, "bad"),
     link(fresh({ view: "dialogues", d: d.number, turn: place }), `#${place}`,
       { class: "anchor", "aria-label": `link to turn ${place}` })];
   const card = box(turn, { id: `turn-${d.number}-${place}` }, about, said, learned);

@@ -86,7 +86,7 @@ def task_data(row, domain):
         "id": row["task_id"],
         "family": text_of(task["family"]) if "family" in task else None,
         "request": text_of(task["problem_description"]),
-        "reference": text_of(task["ground_truth"]),
+        "solution": text_of(task["ground_truth"]),
         "facts": [text_of(text) for text, _ in domain.facts(task, []) or []],
         "image": row.get("reference_image") if draws_images(domain) else None,
     })
