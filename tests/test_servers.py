@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import pathlib
+import shutil
 import signal
 import sys
 import time
