@@ -293,7 +293,7 @@ def test_bad_input_is_one_line(dialogues, vlm, data, tmp_path):
             ("needs --score regression", 3, flags(dialogues, vlm, out, "--score", "logratio")),
             ("can be no critic of functions", 3, flags(functions, vlm, out)),
             ("models of text alone", 3, flags(dialogues, vlm, out, "--dry-run", 1)),
-            ("policies read and write text alone", 4,
+            ("a policy must be text-only", 4,
              ["--method", "sft", "--trajectories", functions, "--model", vlm, "--out", out])]:
         assert message in refused(number, *arguments)
     assert not out.exists()
