@@ -232,8 +232,7 @@ def main(argv=None):
     examples = [examples[i] for i in fitting]
     num_trained = sum(not is_held_out(example.task_id, args.held_out_frac) for example in examples)
     if not num_trained:
-        raise InputError(f"{args.trajectories}: no examples to train on: all are longer than --max-length "
-                         f"{args.max_length}")
+        raise InputError(f"{args.trajectories}: no examples to train on fit --max-length {args.max_length}")
     job.output.begin()
 
     # p_ref is this model before its first update; compute its log-probs once, with the Scorer trained below

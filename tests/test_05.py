@@ -110,7 +110,7 @@ def test_what_a_comparison_or_an_interval_leaves_out_has_a_line():
         *(f"{name}: difference to base uses the {n} {rest}" for name, n in (
             ("few", 2), ("apart", 0), ("two", 0), ("four", 0), ("five", 0))),
         "one run of base, few, apart, same: the intervals exclude seed variance",
-        "fewer than five runs of two, four: where runs differ much the intervals are too narrow"]
+        "fewer than five runs of two, four: the intervals are too narrow if runs differ much"]
     assert [name for name in metrics if "against_baseline" in metrics[name]] == ["few", "same"]
 
 

@@ -53,7 +53,7 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     "5 a=HALF_DIALOGUE": HALF_DIALOGUE,
     "2 --agent script --tasks PLAIN": 'PLAIN:1: missing "template"',
     "2 --agent script --tasks DEMOS": "DEMOS:1: a dialogue, not a task; 01_generate_tasks.py makes tasks",
-    "3 LEARN TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks",
+    "3 LEARN TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues from tasks",
     "2 --agent MODEL --branch 1 --tasks CHAT": 'CHAT:1: missing "facts"',
     "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder",
     "3 --trajectories DEMOS --model smolm2": "smolm2: no model of this name",
