@@ -160,7 +160,7 @@ ROWS = [("tasks", None, text, message) for text, message in (                   
     (("sample",), 10 ** 30, '"sample" is '), (("image",), 5, '"image" is an integer'),
     (("dialogue_history", 1, "truncated"), {}, '"truncated" is an object'),
     (("branch",), {"sample": 0, "turn": 1, "candidate": 0, "run": []}, 'branch: "run" is a list, not an integer'),
-    (("task", "test_cases"), ..., 'missing "test_cases", or what a task of another domain has (backend, frontend, '),
+    (("task", "test_cases"), ..., 'missing "test_cases", or the fields of another domain (backend, frontend, '),
     (None, OWN, "task: a task of another domain"), (None, {**OWN, "c": 1}, '"c" is an integer'),
     (None, {**OWN, "reward": "good"}, '"reward" is a string'),
     (None, {**OWN, "messages": []}, '"messages" must begin with'),

@@ -174,7 +174,7 @@ def test_a_critic_is_measured_by_monte_carlo_returns(branches, critic, regressio
 
 def test_bad_files_are_one_line(workspace, branches, regression_critic, tmp_path):
     logged, rows, critic = workspace / "offline.jsonl", read(branches[0]), ["--critic", regression_critic]
-    needs_facts = "--gates needs template tasks (01), which say what a turn is worth"
+    needs_facts = "--gates needs template tasks (01), which define the kinds of turns"
     page = {"problem_description": "?", "ground_truth": "<p>"}
     (tmp_path / "sees").mkdir()
     write(tmp_path / "sees" / "critic.json", [{"visual": True, **critic_note("value")}])
@@ -183,7 +183,7 @@ def test_bad_files_are_one_line(workspace, branches, regression_critic, tmp_path
     for name, content, flags, line in (
             ("bare", [trajectory("x", "1")], ["--gates", BASE], needs_facts),
             ("no facts", [trajectory("x", "1", task={**FUNCTION, "facts": []})], ["--gates", BASE], needs_facts),
-            ("logged", read(logged), critic, "no dialogues of 02_rollout.py --branch"),
+            ("logged", read(logged), critic, "not made by 02_rollout.py --branch"),
             ("same", [{**row, "reward": 0.5} for row in rows], critic,
              "no state whose candidates differ in return; raise --branch or --samples of 02"),
             ("other", [{**row, "tokenizer": "other"} for row in rows], critic,

@@ -219,7 +219,7 @@ def test_no_tensor_stays_without_a_value(dtype, monkeypatch):
         lib.load.add_adapter(model, lora_config(str(BASE), 4, ["q_proj"], False))
         return model
     monkeypatch.setattr(lib.load, "whole_model", adapted)
-    with pytest.raises(InputError, match="its files and its configuration describe different models .*q_proj.base_layer"):
+    with pytest.raises(InputError, match="its files and its configuration describe .*q_proj.base_layer"):
         load_scorer(str(BASE), start(0), Sharding(dtype))
 
 
@@ -260,7 +260,7 @@ def test_adapters_of_embeddings_and_the_output_layer(tmp_path, options, in_bfloa
         return
     for std in (0.1, 1e-5):
         of_peft(config, tmp_path / "adapter", std)
-        with pytest.raises(InputError, match="adapter: its output layer computes more than its weights; .* --dtype float32"):
+        with pytest.raises(InputError, match="adapter: its output layer computes more .* --dtype float32"):
             values_of(tmp_path / "adapter", "bfloat16")
 
 

@@ -258,7 +258,7 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     write(tmp_path / "critic.json", [critic_note("value")])
     play_alone = ["--tasks", tasks, "--out", out, "--overwrite", "--agent"]
     for agent, message, *more in (
-            (url, "write a server as http://A/v1#NAME"), ("http://a/v1,b/v1#m", "several of one model as http://A/v1,http"),
+            (url, "write a server as http://A/v1#NAME"), ("http://a/v1,b/v1#m", "several of one model as http://A/v1,"),
             ("http://[::1/v1#m", "not a server address"), ("http://127.0.0.1:1/v1#m", "does not answer"),
             (f"{url}#m", "The model `m` does not exist.'}: the server has no model of this name"),
             (f"{url}#asker", f"a critic that reads tokens: {url}#asker needs --agent-tokenizer MODEL", "--best-of", 2,
