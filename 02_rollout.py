@@ -371,7 +371,7 @@ def summary(path):
         parts.append(f"{measured['forced_answers']:.1%} ended by --max-rounds")
     parts += [f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
               f"{num_truncated} turns stopped by --max-new-tokens"]
-    if domain.leak_of and trajectories[0]["simulator"] != "rules":   # the rule-based simulator is never measured
+    if domain.leak_of and trajectories[0].get("simulator") != "rules":          # rule-based replies are not measured
         replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
         leak_frac = sum("leak" in reply for reply in replies) / max(1, len(replies))
         parts.append(f"{leak_frac:.1%} of the simulator's replies leak the solution")

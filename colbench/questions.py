@@ -1,4 +1,4 @@
-"""What a test asks of an answer, and what the reply is worth: no object of an answer takes part in a comparison.
+"""The questions that a test asks an answer, and verdicts on the replies. An answer's objects are never compared.
 
     test = Test("abs(f(2) - 6.14) < .001")          # a comparison, operator "Lt", of two sides
     test.whole                                      # "((abs(f(2) - 6.14)), (0.001))", put to the solution

@@ -1,4 +1,4 @@
-"""The scorer's child program (see sandbox.py): it confines itself and runs an answer. Standard library alone."""
+"""The scorer's child program (see sandbox.py): it confines itself and runs an answer. Standard library only."""
 import _signal
 import builtins
 import contextlib

@@ -1,4 +1,4 @@
-"""Values of Python as JSON data, and whether two such data are equal. Standard library alone.
+"""Python values as JSON data, and the equality of such data. Standard library only.
 
 Data are null, a text, a number, or a list of a kind and its parts: [1, (2.5,)] is ["list", 1, ["tuple", 2.5]].
 """
