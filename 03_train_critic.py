@@ -15,7 +15,7 @@ s: the sigmoid; b: --beta (.1); --nll-coef .01; NLL: a mean over the agent's tok
 --normalize none        L: 1
 --reference-sees-c no   p_ref does not read c. A is then nonzero before training: how much c raises the turn's
                         log-probability. (04 has the same flag for ranking, with this setting as its default.)
---critic-sees-c no      the critic does not read c either
+--critic-sees-c no      neither p nor p_ref reads c
 --score regression      a linear head on the mean of a turn's last hidden states outputs its advantage; trained by eq. 2
 --score value           a head predicts the trajectory's return after each turn, as a logit; trained by binary
                         cross-entropy

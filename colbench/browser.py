@@ -145,8 +145,8 @@ def write_fonts(folder):
 
 
 async def with_deadline(seconds, call, *ends):
-    """What an awaitable gives, or TimeoutError after some seconds, or when one of the futures `ends` is done;
-    asyncio.wait_for would wait on for a call that ignores its end."""
+    """The result of an awaitable. Raises TimeoutError after some seconds, or when one of the futures `ends` is done;
+    asyncio.wait_for would keep waiting for a call that ignores its cancellation."""
     task = asyncio.ensure_future(call)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())        # nobody else may ask for it
     try:

@@ -205,7 +205,7 @@ class Reader:
             self.read_prose(line)
 
     def leave(self, rest):
-        """Of the current line a rest is left to read, or nothing."""
+        """Keep the unread rest of the current line, if any."""
         line = self.lines[self.index]
         self.lines[self.index] = line[:indent_of(line)] + rest.lstrip()
         self.index += not rest.strip()
@@ -255,7 +255,7 @@ class Reader:
         return False
 
     def source(self, end, column):
-        """What stands from the current line to a column of the line `end`, dedented."""
+        """The text from the current line to a column of the line `end`, dedented."""
         lines = self.lines[self.index:end]
         if column:
             lines.append(self.lines[end][:column])
@@ -278,8 +278,8 @@ class Reader:
         self.index = index
 
     def statement_ends(self):
-        """Where the statement that begins at the line may end, each as (index of a line, column where it ends in it):
-        with its last deeper line or clause, or a backtick or tag; and with its first logical line."""
+        """Possible ends of the statement that starts at the line, as (index of a line, column of the end in it): its
+        last deeper line or clause, a backtick or tag, and its first logical line."""
         lines, index = self.lines, self.index
         indent = indent_of(lines[index])
         is_decorator = lines[index].startswith("@", indent)

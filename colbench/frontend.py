@@ -113,7 +113,7 @@ def end_of_page(text, first, fence, kinds):
 
 
 def elements_of(text):
-    """What stands from the first tag that is closed later to the last ">"; None if there is no such tag."""
+    """The text from the first tag that is closed later to the last ">"; None if there is no such tag."""
     closed = {match[1].lower(): match.start() for match in CLOSING_TAG.finditer(text)}       # where for the last time
     for match in OPENING_TAG.finditer(text):
         if closed.get(match[1].lower(), -1) >= match.end():
@@ -180,7 +180,7 @@ def colour_names():
 
 
 def colour_words(colour):
-    """What the user calls a colour: its name in CSS, or "a dark blue"."""
+    """The user's words for a colour: its name in CSS, or "a dark blue"."""
     css_name = colour_names().get(tuple(colour))
     if css_name:
         return css_name
@@ -199,7 +199,7 @@ def colour_words(colour):
 
 
 def aspect_words(aspect, wanted, present):
-    """How the user puts the value of an aspect that is wanted; `present` is what the page has instead."""
+    """The user's words for the wanted value of an aspect; `present` is the page's value."""
     if isinstance(wanted, list):
         words = colour_words(wanted)
         is_same_word = present and words == colour_words(present)
@@ -231,7 +231,7 @@ def page_differences(wanted_spec, page_spec):
 
 
 def wish(aspect, wanted, present, rng):
-    """What the user says of a difference."""
+    """The user's sentence about a difference."""
     name, saying = ASPECTS[aspect]
     if wanted is None:
         return rng.choice(SAYINGS["unwanted"]).format(name)
@@ -312,10 +312,10 @@ def guess(slot, rng, informed):
 
 
 def scripted_turn(task, history, max_rounds, rng, informed=False):
-    """What the noisy scripted designer sends next.
+    """The next message of the noisy scripted designer.
 
-    It sends a guess at first, then its last page with what the user asked for since. It forgets and misunderstands
-    some of that, changes what nobody asked for, sends the same page again, or only words."""
+    It first sends a guess, then its last page with the changes that the user asked for since. It forgets and
+    misunderstands some of them, changes other things, or sends the same page again, or only words."""
     slots = {slot["slot"]: slot for slot in task["slots"]}
     talk, repeat, forget, change = (0.02, 0.03, 0.05, 0.10) if informed else (0.08, 0.10, 0.22, 0.35)
     values, replies = last_values(task, history)

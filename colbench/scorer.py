@@ -163,11 +163,11 @@ class Scorer:
         return results, sent
 
     def clean_results(self, child, code, calls, imports):
-        """What calls give on an answer, each as if it were the first.
+        """Results of calls on an answer, each as if it were the first call.
 
-        They run in their order and, in a new process, in the reverse order. Where that makes a difference, as one has
-        left something to the next, each runs in a process of its own, which would take several times as long for all.
-        What has taken too long is no difference, and does not run again."""
+        They run in order and, in a new process, in reverse order. If the results differ, because a call changed
+        something for the next one, each runs in its own process, which takes several times as long. A call that timed
+        out is not a difference, and does not run again."""
         if len(calls) < 2:
             return child.run(code, calls, self.time_limit_s, imports)[0]
         both_orders, _ = child.run(code, calls + calls[::-1], self.time_limit_s, imports, renewed=len(calls))
@@ -182,8 +182,8 @@ class Scorer:
         return results
 
     def rest_results(self, child, tests, results, imports):
-        """What is left of tests gives with the values of what they asked, `results`: of each test ["ok", value] or
-        ["error", reason]; None where nothing is left. It runs without the answer."""
+        """Results of the rest of each test, with the values of its asks (`results`): ["ok", value] or ["error",
+        reason]; None if there is no rest. The rest runs without the answer."""
         rests, given = {}, []
         for test, result in zip(tests, results):
             values = test.values(result)
@@ -208,7 +208,7 @@ class Scorer:
         return score
 
     def results_of(self, child, tests, asked, imports):
-        """What tests give, ["ok", value] or ["error", reason] each, where an answer gave `asked` for what they ask."""
+        """Results of tests, ["ok", value] or ["error", reason] each, if an answer gave `asked` for their asks."""
         rest_results = self.rest_results(child, tests, asked, imports)
         return [test.result(result, rest_result) for test, result, rest_result in zip(tests, asked, rest_results)]
 

@@ -55,7 +55,7 @@ MOST_TRIES = 12
 
 
 def schema_words(name):
-    """What a schema puts in the place of $words in requests, queries and decisions. A status is stored in four ways."""
+    """A schema's values for $words in requests, queries and decisions. A status is stored in four ways."""
     words = SCHEMAS[name]
     status = words["statuses"][0]
     return {**words, "status": status, "capitals": status.upper(), "letter": status[0].upper(), "small": status[0]}
@@ -407,7 +407,7 @@ class Script(dialogue.ScriptedAgent):
 
 
 def asking(fact, rng):
-    """What the agent says to learn a fact: a look where a look shows it."""
+    """The agent's message to learn a fact: a look, if a look shows it."""
     if fact["by"] == "look":
         return f"{LOOK} {rng.choice(fact['looks'])}"
     return rng.choice(fact["questions"])
@@ -618,10 +618,10 @@ class Sql(FactDomain):
         return f"{fact['topic']}: {fact['code'].strip()}"
 
     def asker_turn(self, task, history, max_rounds, rng):
-        """What an asker says next that learns nothing in training.
+        """The next message of an asker that learns nothing in training.
 
-        It knows the decisions of the family and their values, and takes each value for equally likely. It asks or looks
-        where it expects most information; then it answers, and guesses what it has no round for."""
+        It knows the decisions of the family and their values, which it assumes equally likely. It asks or looks for the
+        most expected information; then it answers, and guesses what it had no round for."""
         known = self.known_facts(task, history)
         unknown = [task["facts"][index] for index in needed_facts(task) if index not in known]
         if unknown and dialogue.num_agent_turns(history) + 1 < max_rounds:

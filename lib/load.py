@@ -375,7 +375,7 @@ def layers_of(model):
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """How a model is split over the ranks, and how it computes.
+    """Settings for splitting a model over the ranks, and for its arithmetic.
 
     dtype                     of the arithmetic; trained parameters stay float32
     activation_checkpointing  recompute each layer in the backward pass

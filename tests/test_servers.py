@@ -455,7 +455,7 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(workspace
     assert "404" in line and "the server has no model of this name, or cannot continue a prompt" in line
     assert "does not answer" in run("04_train_policy.py", *arguments, f"{first['url']}#model", "--overwrite").stderr
     assert (out / "candidates.jsonl").exists()                       # nothing is lost
-    assert "takes http" in refused(4, *flags("c", "--sampler", BASE))
+    assert "must be http" in refused(4, *flags("c", "--sampler", BASE))
 
 
 # --- 02 --best-of
