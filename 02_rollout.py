@@ -2,20 +2,20 @@
 
 Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
-        "sample", "num_rounds", "max_rounds", what the domain's scorer says (screenshots in the folder FILE.images), and
-        how it was made: "agent", "simulator", "tokenizer", "best_of", "critic", "informed"; where they apply
+        "sample", "num_rounds", "max_rounds", the domain scorer's results (screenshots in the folder FILE.images), and
+        how it was made: "agent", "simulator", "tokenizer", "best_of", "critic", "informed"; if they apply
         "temperature", "system_prompt", "chat_template_args", "no_room" (no further turn would fit into a model),
-        "branch", "continuation". A turn of an agent's model has "output" (the raw text); if known, "input" (the
-        rendered prompt) and "output_ids" (as sampled); "truncated" if --max-new-tokens cut it. A turn of a simulating
-        model has "output" if its raw text differs, "leak" if it reveals the solution; one of the environment "tool".
+        "branch", "continuation". A turn by an agent model has "output" (the raw text); if known, "input" (the rendered
+        prompt) and "output_ids" (as sampled); "truncated" if --max-new-tokens cut it. A turn by a simulator model has
+        "output" if its raw text differs, and "leak" if it reveals the solution. A turn by the environment has "tool".
 
 The simulator opens with the request. In each of --max-rounds rounds the agent sends a message and the simulator
-replies. The task's domain (colbench/) says which message is the answer, and scores it.
---best-of N: at each turn the agent samples N messages and --critic, which may see c, says which one is sent.
+replies. The task's domain (colbench/) decides which message is the answer, and scores it.
+--best-of N: at each turn the agent samples N messages and --critic, which may see c, selects the one that is sent.
 --branch N: at N random turns of a trajectories file, samples several messages and rolls each out: Monte-Carlo returns.
-A dialogue that fails is counted, the others are kept; repeat the command to roll out those that are missing.
+A dialogue that fails is counted and the others are kept; repeat the command to roll out the missing ones.
 docs/scale.md describes --best-of, --branch and models behind http://.
-Differs from the paper: the agent is told when the last round begins. The prompts are ours.
+Differs from the paper: the agent is told when the last round starts. The prompts are ours.
 
     python 02_rollout.py --tasks out/test.jsonl --agent out/policy --simulator rules --out out/trajectories.jsonl
     torchrun --nproc-per-node 8 02_rollout.py --tasks tasks.jsonl --agent meta-llama/Llama-3.1-8B-Instruct \\
@@ -53,17 +53,17 @@ class Dialogue:
     """A dialogue that is being rolled out."""
 
     task: dict
-    sample: int                                 # its number among the task's dialogues; with --branch among all
+    sample: int                                 # number among the task's dialogues; with --branch among all dialogues
     history: list                               # the turns so far, {"role", "content", …} each
     system: str | None                          # the agent's system prompt; None: ours
-    random_name: int | str                      # seeds its random numbers, with seed, task and turn (random_key)
+    random_name: int | str                      # seeds its random numbers, with the seed, task and turn (random_key)
     branch: dict = dataclasses.field(default_factory=dict)      # --branch: "branch" and "continuation" of its row
     answer: str | None = None
     no_room: bool = False                       # ended because no further turn would fit into a model
 
 
 class Settings(NamedTuple):
-    """The flags of a dialogue."""
+    """Flags that a dialogue needs."""
 
     agent: str
     simulator: str
@@ -79,17 +79,17 @@ class Settings(NamedTuple):
 
 @dataclasses.dataclass
 class Players:
-    """Who takes part in all dialogues of this rank, and how."""
+    """Models, environment and counters shared by this rank's dialogues."""
 
     settings: Settings
-    environment: object                         # the domain's: rules of the simulator, what tools reply, scores
+    environment: object                         # the domain's: rule-based simulator, tools, scorer
     agent: Sampler | None = None                # None: a scripted agent
     simulator: Sampler | None = None            # None: the rule-based one
-    judge: Sampler | None = None                # of --best-of with --critic judge:MODEL
-    critic: object = None                       # of --best-of with a critic of 03: common.TextCritic or like it
-    track: Callable | None = None               # of --track: runtime.open_track
-    returns: list = dataclasses.field(default_factory=list)                 # of the dialogues that are finished
-    verdicts: collections.Counter = dataclasses.field(default_factory=collections.Counter)      # of the judge
+    judge: Sampler | None = None                # --best-of with --critic judge:MODEL
+    critic: object = None                       # --best-of with a critic of 03: common.TextCritic or VisualCritic
+    track: Callable | None = None               # --track: runtime.open_track
+    returns: list = dataclasses.field(default_factory=list)                 # of the finished dialogues
+    verdicts: collections.Counter = dataclasses.field(default_factory=collections.Counter)      # the judge's
     # --branch: {(task id, candidate): its first turn, or the asyncio.Task that samples it}
     first_turns: dict = dataclasses.field(default_factory=dict)
 
@@ -98,19 +98,19 @@ class Players:
 # one turn of a dialogue
 
 def random_key(dialogue, seed, who):
-    """What the random numbers of a turn depend on."""
+    """RNG key of a turn."""
     return seed, task_id(dialogue.task), dialogue.random_name, len(dialogue.history), who
 
 
 def without_empty(turn, always):
-    """A turn without the keys that say nothing, but for those that it always has."""
+    """Drop a turn's empty fields, except those in `always`."""
     return {key: value for key, value in turn.items() if value or key in always}
 
 
 async def agent_turn(dialogue, players):
-    """The agent's next turn. A model sees the dialogue alone.
+    """The agent's next turn. An agent model sees only the dialogue.
 
-    With --best-of it is the one of several that a critic or a judge prefers.
+    With --best-of, a critic or a judge selects it from several.
     A server's turn has the prompt and the sampled ids only with --agent-tokenizer."""
     domain, agent, settings = domain_of(dialogue.task), players.agent, players.settings
     key = random_key(dialogue, settings.seed, "agent")
@@ -134,7 +134,7 @@ async def agent_turn(dialogue, players):
 
 
 async def simulator_turn(dialogue, players):
-    """The reply to the agent's turn that ends the history: the environment's own, or the simulator's.
+    """Reply to the agent's turn at the end of the history, by the environment itself or by the simulator.
 
     If it reveals the solution, "leak" says how."""
     task, history, simulator = dialogue.task, dialogue.history, players.simulator
@@ -150,8 +150,8 @@ async def simulator_turn(dialogue, players):
     [reply] = await simulator.sample(chat, 1, 0.0, players.settings.simulator_max_new_tokens, key)
     turn = {"role": "user", "content": simulator.visible(reply)[:domain.REPLY_CHARS]}
     if not turn["content"] and not reply.ended:
-        raise ReplyError("a simulator that still thinks after --simulator-max-new-tokens: raise it, or turn its "
-                         "thinking off (--chat-template-args)")
+        raise ReplyError("the simulator was still thinking at --simulator-max-new-tokens; raise the limit or disable "
+                         "thinking (--chat-template-args)")
     if reply.text.strip() != turn["content"]:
         turn["output"] = reply.text
     if domain.leak_of:
@@ -160,10 +160,10 @@ async def simulator_turn(dialogue, players):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# --best-of: which of several messages is sent
+# --best-of: select one of several messages
 
 async def critic_choice(dialogue, replies, messages, players):
-    """The number of the reply with the highest score of a critic (03). NoRoom where one is too long for it."""
+    """Index of the reply that a critic (03) scores highest. Raises NoRoom if one is too long for the critic."""
     ids = [reply.ids for reply in replies]
     state = common.State(replies[0].prompt, dialogue.task, dialogue.history, ids, messages)
     critic = await players.critic.seeing([state], players.environment)
@@ -175,9 +175,9 @@ async def critic_choice(dialogue, replies, messages, players):
 
 
 async def judge_choice(dialogue, messages, players):
-    """The number of the best message: the best so far is compared with the next, N - 1 times.
+    """Index of the best message: the best so far is compared with the next, N - 1 times.
 
-    players.verdicts counts: "decided", "tie" (the two orders disagree), "unreadable"."""
+    players.verdicts counts "decided", "tie" (the two orders disagree) and "unreadable"."""
     texts = [message.strip() for message in messages]
     best = 0
     for challenger in range(1, len(texts)):
@@ -199,7 +199,7 @@ async def judge_choice(dialogue, messages, players):
 
 
 async def judge_letters(dialogue, first, second, players):
-    """Which of the letters A (the first message) and B a judge says; it knows c. A clear reply has one of them."""
+    """The set of letters A (the first message) and B in the judge's reply; it sees c. A clear reply has one of them."""
     lines = []
     for turn in dialogue.history:
         name = "Assistant" if turn["role"] == "assistant" else "Person"
@@ -217,7 +217,7 @@ async def judge_letters(dialogue, first, second, players):
 def new_dialogues(tasks, system, samples):
     """`samples` dialogues of each task, opened with the request. system: the agent's system prompt; None: ours."""
     dialogues = []
-    num_samples = collections.Counter()                              # of each task_id, which two tasks may have
+    num_samples = collections.Counter()                              # per task_id, which two tasks may share
     for task in tasks:
         for _ in range(samples):
             sample = num_samples[task_id(task)]
@@ -228,7 +228,7 @@ def new_dialogues(tasks, system, samples):
 
 
 class Branches(NamedTuple):
-    """The flags of --branch: so many states, messages in each of them, and continuations of each message."""
+    """Flags of --branch: number of states, of messages per state, and of continuations per message."""
 
     num_states: int
     candidates: int
@@ -236,14 +236,14 @@ class Branches(NamedTuple):
 
 
 def branched_dialogues(trajectories, system, branches, settings, path):
-    """The dialogues of --branch. A state is an agent's turn of a trajectory, of which the turns before it are kept.
+    """The dialogues of --branch. A state is an agent turn of a trajectory; only the turns before it are kept.
     path: of the trajectories, for errors."""
     states = []
     for trajectory in trajectories:
         for position in agent_places(trajectory["dialogue_history"]):
             states.append((trajectory, position))
     if len(states) < branches.num_states:
-        say(f"{path}: has only {len(states):,} turns of the agent for --branch {branches.num_states:,}")
+        say(f"{path}: has only {len(states):,} agent turns; --branch {branches.num_states:,} will use them all")
     states = random.Random(settings.seed).sample(states, min(branches.num_states, len(states)))
     dialogues = []
     for trajectory, position in states:
@@ -260,38 +260,37 @@ def branched_dialogues(trajectories, system, branches, settings, path):
 
 
 def branched_dialogue(number, trajectory, position, candidate, continuation):
-    """A dialogue that goes on where an agent's turn stands in a trajectory."""
+    """A dialogue that continues a trajectory from one of its agent turns."""
     history = []
     for turn in trajectory["dialogue_history"][:position]:
         history.append({key: turn[key] for key in ("role", "content", "tool") if key in turn})
-    task = {**trajectory["task"], "task_id": trajectory["task_id"]}  # the row's name counts, of tasks that have none
-    run = {"run": trajectory["run"]} if "run" in trajectory else {}  # of several that 05 has joined
+    task = {**trajectory["task"], "task_id": trajectory["task_id"]}  # the task itself may have no task_id
+    run = {"run": trajectory["run"]} if "run" in trajectory else {}  # if 05 has joined several runs
     branch = {**run, "sample": trajectory["sample"], "turn": position, "candidate": candidate}
     keys = {"branch": branch, "continuation": continuation}
     return Dialogue(task, number, history, system=None, random_name=branch_name(branch), branch=keys)
 
 
 def branch_name(branch):
-    """What names a candidate of --branch in a task, and its random numbers."""
+    """Name of a --branch candidate within its task; it also seeds the random numbers."""
     return "/".join(map(str, branch.values()))
 
 
 async def add_first_turn(dialogue, players):
-    """--branch: add the candidate, which is sampled once for all of its continuations."""
+    """--branch: add the candidate turn, which is sampled once for all of its continuations."""
     candidate = task_id(dialogue.task), dialogue.random_name
     if candidate not in players.first_turns:
         players.first_turns[candidate] = asyncio.ensure_future(agent_turn(dialogue, players))
     turn = players.first_turns[candidate]
     dialogue.history.append(turn if isinstance(turn, dict) else await turn)
-    dialogue.random_name += f"/{dialogue.branch['continuation']}"    # from here on with random numbers of its own
+    dialogue.random_name += f"/{dialogue.branch['continuation']}"    # from here on, its own random numbers
 
 
 async def roll_out(dialogue, players):
-    """Roll out one dialogue from where it stands to its answer.
+    """Roll out one dialogue to its answer.
 
-    If the next turn does not fit into a model, the dialogue ends: the agent's last turn counts as in the last round,
-    and the simulator's reply to it, which nobody has read, is left out. (--branch: a first turn that does not fit is a
-    failure.)"""
+    If the next turn does not fit into a model, the dialogue ends: treat the agent's last turn as a final-round turn and
+    drop the simulator's unread reply. (--branch: a first turn that does not fit is a failure.)"""
     history, domain = dialogue.history, domain_of(dialogue.task)
     if dialogue.branch:
         await add_first_turn(dialogue, players)
@@ -304,7 +303,7 @@ async def roll_out(dialogue, players):
             if dialogue.answer is None:
                 history.append(await simulator_turn(dialogue, players))
     except NoRoom:
-        if not agent_places(history):                                # the task alone is too long: nothing to score
+        if not agent_places(history):                                # the task itself is too long: nothing to score
             raise
         if history[-1]["role"] == "user":
             history.pop()
@@ -313,7 +312,7 @@ async def roll_out(dialogue, players):
 
 
 def to_trajectory(dialogue, verdicts, players):
-    """The finished dialogue in the published format, with what the environment's score says of it."""
+    """The finished dialogue in the published format, with the environment's `verdicts`."""
     settings = players.settings
     trajectory = {"task_id": task_id(dialogue.task), "sample": dialogue.sample, "task": dialogue.task,
                   "dialogue_history": dialogue.history, "answer": dialogue.answer, **verdicts,
@@ -335,27 +334,27 @@ def to_trajectory(dialogue, verdicts, players):
 
 
 async def make_row(dialogue, players):
-    """Roll out a dialogue; returns the async function that scores it and gives its row (add_rows)."""
+    """Roll out a dialogue. Returns the async function that scores it and returns its row (add_rows)."""
     await roll_out(dialogue, players)
     return functools.partial(scored_row, dialogue, players)
 
 
 async def scored_row(dialogue, players):
-    """The row of a dialogue that has its answer."""
+    """Score a finished dialogue and return its row."""
     [verdicts] = await players.environment.score([(dialogue.task, dialogue.answer)])
     trajectory = to_trajectory(dialogue, verdicts, players)
-    dialogue.history = dialogue.answer = None                        # memory is for what is in flight
+    dialogue.history = dialogue.answer = None                        # free the memory
     players.returns.append(domain_of(dialogue.task).eval_score(trajectory))
     players.track(len(players.returns), mean_return=sum(players.returns) / len(players.returns))
     return trajectory
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what a rollout says of itself
+# the summary of a rollout
 
 def summary(path):
-    """One line: the mean return (over tasks) and the domain's columns, as 05 has them, rounds, how dialogues and turns
-    ended, and the share of the simulator's replies that reveal the solution."""
+    """One line: the mean return (over tasks) and the domain's columns as in 05, rounds, how dialogues and turns ended,
+    and the share of a simulator model's replies that leak the solution."""
     trajectories = runtime.read_rows(path)
     domain = domain_of(trajectories[0]["task"])
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"][1:]]
@@ -372,10 +371,10 @@ def summary(path):
         parts.append(f"{measured['forced_answers']:.1%} ended by --max-rounds")
     parts += [f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
               f"{num_truncated} turns stopped by --max-new-tokens"]
-    if domain.leak_of:
+    if domain.leak_of and trajectories[0].get("simulator") != "rules":          # rule-based replies are not measured
         replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
         leak_frac = sum("leak" in reply for reply in replies) / max(1, len(replies))
-        parts.append(f"{leak_frac:.1%} of the simulator's replies leak code")
+        parts.append(f"{leak_frac:.1%} of the simulator's replies leak the solution")
     return " | ".join(parts)
 
 
@@ -396,28 +395,28 @@ def parse_args(argv=None):
     parser.add_argument("--max-rounds", type=flags.positive_int, default=10, help="agent turns in a dialogue")
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
     parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the agent")
-    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens of a turn, at most")
+    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="most tokens in a turn")
     parser.add_argument("--simulator-max-new-tokens", type=flags.num_tokens_flag,
-                        help="tokens of a simulating model's reply, at most (None: the domain's REPLY_TOKENS)")
+                        help="most tokens in a simulator model's reply (None: the domain's REPLY_TOKENS)")
     parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the samples")
     group = parser.add_argument_group("critics")
     group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")
-    group.add_argument("--critic", type=flags.text_flag, help="who picks one of --best-of: a critic folder (03); "
+    group.add_argument("--critic", type=flags.text_flag, help="selects one of --best-of: a critic folder (03); "
                        "judge:MODEL; untrained (the agent itself, with a reference model that does not see c)")
     flags.add_reference(group)
     group.add_argument("--branch", type=flags.positive_int, metavar="N", help="continue from N turns of trajectories")
-    group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8, help="messages in each of them")
+    group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8, help="messages per such turn")
     group = parser.add_argument_group("models and servers")
     group.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="dialogues in flight")
     group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
-    group.add_argument("--max-length", type=flags.positive_int, default=16384, help="tokens of a prompt with its reply")
-    group.add_argument("--max-tokens", type=flags.positive_int, default=16384, help="tokens of a pass of --critic")
-    group.add_argument("--system-prompt", type=flags.text_flag, metavar="FILE", help="its text, taken as it is, is the "
-                       "agent's system prompt in place of ours and of our note on the last round")
+    group.add_argument("--max-length", type=flags.positive_int, default=16384, help="most tokens in a prompt and reply")
+    group.add_argument("--max-tokens", type=flags.positive_int, default=16384, help="tokens per pass of --critic")
+    group.add_argument("--system-prompt", type=flags.text_flag, metavar="FILE", help="used verbatim as the agent's "
+                       "system prompt; also drops the \"(last round)\" note")
     group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of chat "
                        "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
-    group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL", help="the tokenizer of a vLLM "
-                       "server's agent: keeps the sampled ids and the prompt, so that 03 and 04 train on exactly them; "
+    group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL", help="tokenizer of an agent behind "
+                       "vLLM: keeps the sampled ids and the prompt, so that 03 and 04 train on exactly these; "
                        "--best-of needs it for a critic that reads tokens")
     parser.add_argument("--track", type=flags.project_flag, metavar="PROJECT", help="log the number of dialogues "
                         "and their mean return to this project of trackio (pip install trackio)")
@@ -432,15 +431,15 @@ def parse_args(argv=None):
     if args.reference_sees_c is not None and args.best_of == 1:
         parser.error("--reference-sees-c goes with --best-of")
     if args.critic == common.UNTRAINED and is_server(args.agent):
-        parser.error(f"--critic {common.UNTRAINED}: its scores need the agent's weights, which a server does not give")
+        parser.error(f"--critic {common.UNTRAINED}: needs the agent's weights, which a server does not provide")
     if args.branch and (is_scripted(args.agent) or args.best_of > 1):
-        parser.error("--branch needs an agent that is a model, and goes without --best-of")
+        parser.error("--branch needs an agent that is a model, and cannot be used with --best-of")
     if args.system_prompt and is_scripted(args.agent):
         parser.error("--system-prompt is for an agent that is a model")
     if table_of(dict)(args.chat_template_args) or not args.chat_template_args.keys() <= set(ROLES):
         parser.error("--chat-template-args: an object with an object for agent, simulator or judge")
     if args.agent_tokenizer and not is_server(args.agent):
-        parser.error("--agent-tokenizer is for an agent behind http://; others bring their own")
+        parser.error("--agent-tokenizer is for an agent behind http://; others have their own")
     return args
 
 
@@ -461,11 +460,11 @@ def model_names(settings):
 
 
 def check_players(tasks, domain, settings, path):
-    """InputError if a task of the file `path` lacks what the rules or the scripted agent need."""
+    """Raises InputError if a task of the file `path` lacks a field that the simulator or scripted agent needs."""
     scripted = is_scripted(settings.agent)
     if scripted and settings.agent not in domain.PLAYERS:
         names = ", ".join(domain.PLAYERS) or "(none)"
-        raise InputError(f"--agent {settings.agent}: {domain.NOUN}s have the scripted agents {names}")
+        raise InputError(f"--agent {settings.agent}: the scripted agents for {domain.NOUN}s are {names}")
     for number, task in enumerate(tasks, 1):
         lacking = None
         if settings.simulator == "rules":
@@ -473,19 +472,19 @@ def check_players(tasks, domain, settings, path):
         if scripted:
             lacking = lacking or domain.lacks(task, "script")
         if lacking:
-            raise InputError(f'{path}:{number}: missing "{lacking}", which the rules of template tasks need; use '
-                             "--agent MODEL --simulator MODEL")
+            raise InputError(f'{path}:{number}: missing "{lacking}", which the rule-based simulator or scripted agent '
+                             "needs; use --agent MODEL --simulator MODEL")
     if "judge" in model_names(settings) and domain.JUDGE is None:
-        raise InputError(f"--critic judge: cannot compare messages about {domain.NOUN}s; they need a critic of 03")
+        raise InputError(f"--critic judge: cannot compare messages about {domain.NOUN}s; use a critic of 03")
 
 
 def open_samplers(domain, settings, open_model, load_seeing):
-    """{role: its Sampler} of the roles that models play.
+    """{role: its Sampler} for the roles that models play.
 
-    open_model(name, slots)   opens one that reads text
-    load_seeing(name)         loads a simulator that is shown images"""
+    open_model(name, num_sides)   opens a model that reads text
+    load_seeing(name)             loads a simulator that is shown images"""
     names, samplers = model_names(settings), {}
-    open_once = functools.cache(open_model)                          # a model that plays two roles is loaded once
+    open_once = functools.cache(open_model)                          # a model with two roles is loaded once
     num_sides = 2 if names.get("agent") == names.get("simulator") else 1         # each side has its own cache
     for role, name in names.items():
         if role == "simulator" and domain.SIMULATOR_SEES and not is_server(name):
@@ -497,8 +496,7 @@ def open_samplers(domain, settings, open_model, load_seeing):
 
 
 def say_totals(num_dialogues, players, begin_s):
-    """Say how long the dialogues of this start took, and how many tokens were generated for them on all ranks, which it
-    returns."""
+    """Print the elapsed time and tokens generated on all ranks; return the tokens."""
     samplers = [sampler for sampler in (players.agent, players.simulator, players.judge) if sampler]
     tokens = sum(gather(sum(sampler.generated_tokens for sampler in samplers)))
     seconds = time.perf_counter() - begin_s
@@ -528,7 +526,7 @@ def main(argv=None):
     if output.is_done():
         return
 
-    # who takes part
+    # agent, simulator, judge or critic
     def open_model(name, num_sides):
         slots = num_sides * max(args.concurrency, args.best_of)
         return open_sampler(name, run.device, args.dtype, slots, args.max_length)
@@ -558,7 +556,7 @@ def main(argv=None):
     players.track = runtime.open_track(output)
     rows = RowFile(args.out, run)
     if rows.done:
-        say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
+        say(f"{len(rows.done):,} of {len(dialogues):,} dialogues already done")
     texts = rows.find()
     for number in sorted(rows.done):
         row = json.loads(texts[number])

@@ -3,8 +3,8 @@
 Reads   trajectories.jsonl (02) with rewards, a model.
 Writes  a critic folder: a model folder with critic.json and metrics.jsonl.
 
-A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c once, in a short text in
-front of the first message (common.SOLUTION_TEXT):
+A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c once, in a short text
+before the first message (common.SOLUTION_TEXT):
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
 Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
@@ -13,16 +13,16 @@ s: the sigmoid; b: --beta (.1); --nll-coef .01; NLL: a mean over the agent's tok
 --normalize turn        L: the tokens of the turn (default)
 --normalize trajectory  L: all agent tokens of the trajectory, as in the published code
 --normalize none        L: 1
---reference-sees-c no   p_ref does not read c. Before training A is then not 0: it says how much likelier c makes the
-                        turn. (04 has a flag of this name for ranking. Its default is what was set here.)
---critic-sees-c no      leaves c out
---score regression      a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
---score value           after each turn of every trajectory the head predicts its return, as a logit, by binary
+--reference-sees-c no   p_ref does not read c. A is then nonzero before training: how much c raises the turn's
+                        log-probability. (04 has the same flag for ranking, with this setting as its default.)
+--critic-sees-c no      neither p nor p_ref reads c
+--score regression      a linear head on the mean of a turn's last hidden states outputs its advantage; trained by eq. 2
+--score value           a head predicts the trajectory's return after each turn, as a logit; trained by binary
                         cross-entropy
 An example is a pair of trajectories; with --score value a single one. Reports the pair accuracy on held-out tasks
 (default 5 %; the paper gives no figure).
-A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, what the
-user said last, and the images of c and of what the agent has made; its head sees the mean over all of these tokens.
+A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, the user's
+last message, and images of c and of the agent's page; its head sees the mean over all of these tokens.
 
     python 03_train_critic.py --trajectories out/offline.jsonl --model models/tiny --out out/critic
     torchrun --nproc-per-node 8 03_train_critic.py --trajectories trajectories.jsonl \\
@@ -53,8 +53,8 @@ def bradley_terry_losses(advantages, logps, lengths, beta, nll_coef):
     """Eq. 2 of pairs of trajectories: (losses (P,), {name: (P,)} for the log). Rows alternate: chosen, rejected.
 
     advantages   (2P, M) eq. 3 of each turn
-    logps        (2P, M) its log-probability under the critic, or a head's number (nll_coef is then 0)
-    lengths      (2P, M) how many tokens it has, 0 where there is no such turn"""
+    logps        (2P, M) its log-probability under the critic, or a head's output (nll_coef is then 0)
+    lengths      (2P, M) its number of tokens; 0: no such turn"""
     scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
     chosen = beta * scores[0::2]                                     # (P,) rewards
     rejected = beta * scores[1::2]                                   # (P,)
@@ -65,8 +65,8 @@ def bradley_terry_losses(advantages, logps, lengths, beta, nll_coef):
 
 
 def value_losses(values, labels, lengths):
-    """Binary cross-entropy of returns (labels in [0, 1], (B,)) at each turn's logit (values, (B, M)), the mean over the
-    turns of a trajectory (those with lengths > 0); and whether its last value is right: {"loss", "acc"}, (B,) each."""
+    """{"loss", "acc"}, (B,) each. loss: binary cross-entropy of each turn's logit (values, (B, M)) with the return
+    (labels in [0, 1], (B,)), averaged over the turns (lengths > 0). acc: whether the last value is right."""
     exists = lengths > 0                                                                          # (B, M)
     num_turns = exists.sum(1)                                                                     # (B,)
     turn_labels = labels[:, None].expand_as(values)                                               # (B, M)
@@ -82,14 +82,14 @@ def last_values(values, lengths):
 
 
 def is_held_out(task_id, fraction):
-    """Whether a task's hash puts it into the held-out fraction; all data of a task fall on the same side."""
+    """Whether a task is held out, by a hash of its id; all its data share a side."""
     digest = hashlib.sha256(f"held out {task_id}".encode(errors="backslashreplace"))
     number = int(digest.hexdigest()[:8], 16)                         # below 2 ** 32
     return number / 2 ** 32 < fraction
 
 
 def split_groups(trajectories, needs_pairs, held_out_frac, path):
-    """(groups of trajectory numbers to train on, pairs of tasks that are held out).
+    """(groups of trajectory numbers to train on, pairs of held-out tasks).
 
     A group is a pair (chosen, rejected) or, if not needs_pairs, a single trajectory. path: of the file, for errors."""
     pairs = common.trajectory_pairs(trajectories, path, needs_pairs)
@@ -104,8 +104,8 @@ def split_groups(trajectories, needs_pairs, held_out_frac, path):
     what = "trajectory pairs" if needs_pairs else "trajectories"
     say(f"{len(train):,} {what} to train on, {len(test):,} pairs of other tasks held out")
     if not train:
-        raise InputError(f"{path}: no examples to train on: all {len(test):,} pairs are of tasks that --held-out-frac "
-                         f"{held_out_frac} holds out")
+        raise InputError(f"{path}: no examples to train on: --held-out-frac {held_out_frac} holds out the tasks of all "
+                         f"{len(test):,} pairs")
     return train, test
 
 
@@ -114,8 +114,8 @@ def split_groups(trajectories, needs_pairs, held_out_frac, path):
 def train(scorer, examples, ref_logps, returns, critic, job):
     """Train the scorer's model on the examples, from the last saved state.
 
-    ref_logps   what reference_logps gives for each example of a log-ratio critic
-    returns     of each example's first trajectory, at least 0: what a value critic learns"""
+    ref_logps   reference_logps of the examples, for a log-ratio critic
+    returns     of each example's first trajectory, at least 0: a value critic's targets"""
     loop = training.Loop(scorer, examples, job, train_mode=critic.score == "value")
     for step, batch_numbers in loop.steps():
         num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
@@ -132,24 +132,24 @@ def train(scorer, examples, ref_logps, returns, critic, job):
                 losses, rewards = bradley_terry_losses(advantages, outputs, batch.lengths, job.beta, job.nll_coef)
                 terms = {"loss": losses, **training.preference_numbers(**rewards, dtype=job.sharding.dtype)}    # (P,)
                 if critic.score == "regression":
-                    del terms["nll"]                                # a head's outputs are no log-probabilities
+                    del terms["nll"]                                # a head's outputs are not log-probabilities
             loop.backward(terms, weights / num_terms)
         loop.update(step)
 
 
 def turn_advantages(outputs, ref_logps, lengths, critic):
-    """The advantages of turns, (B, M): eq. 3 of a log-ratio critic; what a regression head says.
+    """The advantages of turns, (B, M): eq. 3 for a log-ratio critic; a regression head's outputs.
 
     outputs     (B, M) of the scorer
-    ref_logps   as of train(), of the B items"""
+    ref_logps   of the B items, as in train()"""
     if critic.score == "regression":
         return outputs
     return common.action_advantages(outputs, padded_outputs(ref_logps, outputs.device), lengths, critic.normalize)
 
 
 def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
-    """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
-    The score is the sum of a trajectory's advantages, or the value of its last turn."""
+    """Share of trajectory pairs in which the chosen one scores higher; a tie is half right.
+    The score is the sum of a trajectory's advantages, or the value after its last turn."""
     lengths = action_lengths(items_of(examples))                                           # (2P, M)
     outputs = padded_outputs(example_outputs(scorer, examples, max_tokens))                # (2P, M)
     if critic.score == "value":
@@ -162,7 +162,7 @@ def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-# The form of the paper (its text and table 5), and that of the published code (docs/reproduce.md)
+# Settings of the paper (its text and table 5) and of the published code (docs/reproduce.md)
 PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "epochs": 4, "batch_size": 8, "lr": 2e-7, "beta": 0.1,
          "score": "logratio", "normalize": "turn", "nll_coef": 0.01, "critic_sees_c": True, "reference_sees_c": True,
          "held_out_frac": 0.05}
@@ -176,11 +176,11 @@ def parse_args(argv=None):
     flags.add_training(parser, max_length=8192, epochs=4, batch_size=8)
     group = parser.add_argument_group("the critic")
     group.add_argument("--score", choices=["logratio", "regression", "value"], default="logratio",
-                       help="what gives a turn its advantage: see above")
+                       help="how a turn is scored, see above")
     group.add_argument("--critic-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
                        "critic reads c (default: yes)")
     group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
-                       "reference model of eq. 3 reads c, as in the paper, or the dialogue alone (default: yes)")
+                       "reference model of eq. 3 reads c, as in the paper, or only the dialogue (default: yes)")
     group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
                        help="the L of eq. 3, see above")
     group.add_argument("--held-out-frac", type=flags.share_flag, default=0.05,
@@ -188,14 +188,14 @@ def parse_args(argv=None):
     flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if not args.reference_sees_c and (not args.critic_sees_c or args.score != "logratio"):
-        parser.error("--reference-sees-c no needs --score logratio and a critic that sees c: no other compares prompts "
-                     "with c and without")
+        parser.error("--reference-sees-c no needs --score logratio and a critic that sees c: only then are prompts "
+                     "with and without c compared")
     if args.score != "logratio":
         given = parser.parse_args(argv, argparse.Namespace(normalize=None, nll_coef=None))       # no defaults
         if given.normalize not in (None, "none") or given.nll_coef:
             parser.error(f"--normalize and --nll-coef need --score logratio: a {args.score} head sees a mean over the "
-                         "tokens, and gives no probability")
-        args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean, and gives no probability
+                         "tokens and outputs no probability")
+        args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean and outputs no probability
     return args
 
 
@@ -214,7 +214,7 @@ def main(argv=None):
     groups, held_out_groups = split_groups(trajectories, needs_pairs, args.held_out_frac, args.trajectories)
     groups += held_out_groups
 
-    # the critic says how a trajectory becomes tokens
+    # the critic decides how a trajectory becomes tokens
     if reads_images(args.model):
         processor = critic_processor(args.model, args.score, domain, args.trajectories)
         show = functools.partial(data.show_documents, domain, job.output)
@@ -232,12 +232,10 @@ def main(argv=None):
     examples = [examples[i] for i in fitting]
     num_trained = sum(not is_held_out(example.task_id, args.held_out_frac) for example in examples)
     if not num_trained:
-        raise InputError(f"{args.trajectories}: no examples to train on: all are longer than --max-length "
-                         f"{args.max_length}")
+        raise InputError(f"{args.trajectories}: no examples to train on fit --max-length {args.max_length}")
     job.output.begin()
 
-    # The reference model is this one before its first update: what it says is computed here, once, with the Scorer
-    # that is trained below
+    # p_ref is this model before its first update; compute its log-probs once, with the Scorer trained below
     scorer = job.load(args.model, lora, critic.scorer_class)
     scorer.check_positions(items_of(examples))
     training.show_samples(critic.tokenizer, examples[0])
@@ -248,12 +246,12 @@ def main(argv=None):
     for i in fitting:
         trajectory = trajectories[groups[i][0]]
         returns.append(max(0.0, float(domain.eval_score(trajectory))))
-    train(scorer, examples[:num_trained], ref_logps, returns, critic, job)          # those after are held out
+    train(scorer, examples[:num_trained], ref_logps, returns, critic, job)          # the others are held out
 
     accuracy, num_pairs = None, len(examples) - num_trained
     if num_pairs:
         accuracy = held_out_accuracy(scorer, examples[num_trained:], ref_logps[num_trained:], critic, args.max_tokens)
-        say(f"held-out pair accuracy: {accuracy:.3f} on {num_pairs} pairs of tasks that were not trained on")
+        say(f"held-out pair accuracy: {accuracy:.3f} on {num_pairs} pairs of held-out tasks")
     else:
         say("held-out pair accuracy: not measured, no held-out pairs")
     if job.run.rank == 0:

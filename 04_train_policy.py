@@ -1,26 +1,26 @@
 """Stage 4: train the agent, by SWEET-RL or by one of its baselines.
 
 Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
-Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with); for sweet also
+Writes  a model folder with metrics.jsonl and agent.json (its system prompt in training); for sweet also
         candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
 
 --method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
                  score each by the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one
-                 of the worse, and train by single-turn DPO:
+                 of the worse half, and train by single-turn DPO:
     eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
                  --reference-sees-c no: p_ref of eq. 3 does not read c in ranking, as in the published code (default: as
-                 in the critic's training). A is then what the critic learned, plus what the base model knew of c:
+                 in the critic's training). A is then what the critic learned plus the base model's own use of c:
                  log p(a|o,c) - log p_ref(a|o) = [log p(a|o,c) - log p_ref(a|o,c)] + [log p_ref(a|o,c) - log p_ref(a|o)]
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
---method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
-                 graded: of the best trajectory of each task).
---method sft     Likelihood of the agent's turns of all trajectories. With --model tiny a new small model.
+--method rft     Rejection fine-tuning: likelihood of the agent's turns in successful trajectories (if returns are
+                 graded: in the best trajectory of each task).
+--method sft     Likelihood of the agent's turns in all trajectories. With --model tiny a new small model.
                  rft and sft put c in front of dialogues whose agent saw it (02 --agent script-informed).
 
---epochs and --batch-size are 1 and 8 for sweet, 4 and 8 for mtdpo, 4 and 32 for rft and sft, unless given; with
---preset paper-frontend 8 epochs in place of 4.
-Unlike the paper, it leaves out pairs of equal advantage, and candidates stopped by length (docs/reproduce.md).
+Defaults of --epochs and --batch-size: 1 and 8 for sweet, 4 and 8 for mtdpo, 4 and 32 for rft and sft; --preset
+paper-frontend has 8 epochs in place of 4.
+Differs from the paper: drops pairs of equal advantage and candidates stopped by length (docs/reproduce.md).
 Other methods are forks of this file, in examples/: docs/fork.md.
 
     python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model models/tiny --critic out/critic \\
@@ -59,9 +59,9 @@ from lib.tokens import agent_turns, encode, note_prompt, say_kinds
 def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
     """Eq. 4 of pairs of actions: (losses (P,), {name: (P,)} for the log).
 
-    logps, ref_logps   of the chosen and the rejected action of each pair, (P, 2): its log-probability under the policy
-                       and under the reference model
-    lengths            how many tokens they have, (P, 2)"""
+    logps, ref_logps   (P, 2) log-probabilities of each pair's chosen and rejected action under the policy and under the
+                       reference model
+    lengths            (P, 2) their numbers of tokens"""
     rewards = beta * (logps - ref_logps)                             # (P, 2)
     chosen, rejected = rewards.T                                     # (P,) each
     nll = -logps[:, 0] / lengths[:, 0]                               # (P,) a mean over the chosen action's tokens
@@ -70,9 +70,9 @@ def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
 
 
 def preference_losses(scorer, batch, examples, ref_logps, job):
-    """Eq. 4 of a micro-batch, and what the log shows: {"loss" and others: (examples,), sums over the pairs of each},
-    which train() divides by the pairs of the step.
-    ref_logps: of each action under the reference model, (B, M)."""
+    """Eq. 4 of a micro-batch, with numbers for the log: {"loss", …: (examples,)}, sums over each example's pairs.
+    train() divides them by the pairs of the step.
+    ref_logps: (B, M), of each action under the reference model."""
     items, actions = batch_pairs(examples).unbind(-1)                # of chosen and rejected, (P, 2) each
     pair_logps = scorer(batch)[items, actions]                                              # (P, 2)
     pair_ref_logps = ref_logps[items, actions]                                              # (P, 2)
@@ -87,24 +87,24 @@ def preference_losses(scorer, batch, examples, ref_logps, job):
 
 
 def imitation_losses(scorer, batch, examples, ref_logps):
-    """Minus the log-probability of all actions of each example, which has one item: {"loss": (examples,)}."""
+    """Negative log-probability of all actions of each example, which has one item: {"loss": (examples,)}."""
     return {"loss": -scorer(batch).sum(1)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # sweet: the states in which actions are compared
 
-NAME = "task_id", "sample", "run", "turn"      # what names a state; "run" of several runs that 05 has joined
-SCORED_TOGETHER = 64            # states of a block; a killed run repeats at most one
+NAME = "task_id", "sample", "run", "turn"      # keys that name a state; "run" if 05 has joined several runs
+SCORED_TOGETHER = 64            # states per block; a killed run repeats at most one block
 
-# The rows of candidates.jsonl, for one of another run (--candidates)
+# Rows of another run's candidates.jsonl (--candidates)
 CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
 CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt": str, "task": dict,
                      "history": list_of(data.TURN), "candidates": list_of(CANDIDATE)})
 
 
 class Sampling(NamedTuple):
-    """How the candidates of a state are sampled."""
+    """Flags for sampling the candidates of a state."""
 
     num_candidates: int
     temperature: float
@@ -115,7 +115,7 @@ class Sampling(NamedTuple):
 
 def read_states(trajectories, tokenizer, data_frac, seed):
     """The states of all agent turns of a share of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
-    "history", "max_rounds"} each. "prompt" is o_t, without c, as it was logged where the file allows (agent_turns)."""
+    "history", "max_rounds"} each. "prompt" is o_t, without c, as logged if the file has it (agent_turns)."""
     order = list(range(len(trajectories)))
     random.Random(seed).shuffle(order)
     num_used = max(1, round(data_frac * len(order)))
@@ -130,7 +130,7 @@ def read_states(trajectories, tokenizer, data_frac, seed):
 
 
 def fitting_states(states, tokenizer, critic, max_new_tokens, job):
-    """The states whose prompts, also as the critic reads them, leave room for a candidate."""
+    """The states that have room for a candidate after the prompt, also as the critic reads it."""
     max_prompt_tokens = max_positions(job.model) - max_new_tokens
     fitting = []
     for state in states:
@@ -138,8 +138,8 @@ def fitting_states(states, tokenizer, critic, max_new_tokens, job):
         if len(encode(tokenizer, prompt)) <= max_prompt_tokens:
             fitting.append(state)
     if len(fitting) < len(states):
-        say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {max_prompt_tokens:,} "
-            f"tokens and leave no room for --max-new-tokens {max_new_tokens}: {len(fitting):,} turns are left")
+        say(f"dropped {len(states) - len(fitting):,} turns: their prompts are longer than {max_prompt_tokens:,} tokens "
+            f"and leave no room for --max-new-tokens {max_new_tokens}; {len(fitting):,} turns are left")
     if not fitting:
         raise InputError(f"{job.path}: no turns to train on: their prompts leave no room for --max-new-tokens "
                          f"{max_new_tokens}")
@@ -159,13 +159,13 @@ def states_of(trajectory, turns):
 
 
 def name_of(state):
-    """What names a state, its candidates and its random numbers."""
+    """Name of a state; it also seeds the random numbers of its candidates."""
     return tuple(state[key] for key in NAME if key in state)
 
 
 def find_candidates(path, states, sampling, job):
-    """The rows of candidates.jsonl where these are there: of another run (`path`, if it is given), or of this run
-    before it was interrupted; else None. InputError where another run's are not those of these states."""
+    """Rows of candidates.jsonl from `path` or from an interrupted run of this command; None if there are none.
+    Raises InputError if those of `path` do not belong to these states."""
     if not path:
         return job.output.kept_rows("candidates.jsonl")
     rows = read_jsonl(path, CANDIDATES)
@@ -181,7 +181,7 @@ def find_candidates(path, states, sampling, job):
 # sweet: sample candidates of each state, score them, pair them
 
 def open_candidate_sampler(states, tokenizer, server, sampling, job):
-    """What samples candidates: a `server` (--sampler) or, without one, the policy, whole on each rank."""
+    """Sampler for candidates: a server (--sampler), else the policy, one full copy per rank."""
     slots = max(sampling.num_candidates, sampling.concurrency)
     longest = max(len(encode(tokenizer, state["prompt"])) for state in states) + sampling.max_new_tokens
     return open_sampler(server or job.model, job.run.device, job.sharding.dtype, slots, max(job.max_tokens, longest),
@@ -192,7 +192,7 @@ def sample_candidates(states, sampler, sampling, job):
     """Rows of candidates.jsonl: the states with "candidates", actions sampled after each prompt. The ranks share the
     states."""
     async def make_row(state):
-        key = sampling.seed, "candidates", *name_of(state)           # of its random numbers
+        key = sampling.seed, "candidates", *name_of(state)           # RNG key
         replies = await sampler.sample(state["prompt"], sampling.num_candidates, sampling.temperature,
                                        sampling.max_new_tokens, key)
         candidates = [{"text": reply.text, "ids": reply.ids, "ended": reply.ended} for reply in replies]
@@ -200,11 +200,11 @@ def sample_candidates(states, sampler, sampling, job):
 
     rows = RowFile(job.output.path / "candidates.jsonl", job.run)
     slots = max(sampling.num_candidates, sampling.concurrency)
-    in_flight = 2 * math.ceil(slots / sampling.num_candidates)       # states; half of them wait, so that no slot idles
+    in_flight = 2 * math.ceil(slots / sampling.num_candidates)       # states; half of them wait, so no slot is idle
     failures = add_rows(rows, states, make_row, in_flight)
     job.output.add_costs()
     finish_rows(rows, len(states), failures)
-    states = read_rows(rows.out)                                     # some perhaps of a run that was killed
+    states = read_rows(rows.out)                                     # a killed run may have made some of them
     num_tokens = sum(len(candidate["ids"]) for state in states for candidate in state["candidates"])
     job.output.add_costs(generated_tokens=num_tokens)
     return states
@@ -216,12 +216,12 @@ def score_rows(rows, critic):
 
 
 def score_candidates(rows, critic, job, score=score_rows):
-    """Rows of scored.jsonl: those of candidates.jsonl with "advantages", what `score` gives for every candidate.
+    """Rows of scored.jsonl: those of candidates.jsonl with "advantages", the `score` of every candidate.
     Critic and reference model are split over the ranks, which score every block together."""
     path = job.output.path / "scored.jsonl"
     if path.exists():
         return read_rows(path)
-    gc.collect()                                                     # frees the model that has sampled them
+    gc.collect()                                                     # frees the model that sampled them
     torch.cuda.empty_cache()                                         # NCCL takes memory that torch does not hold
     critic.load(job.load, job.max_tokens)
     scored = RowFile(path, job.run)
@@ -229,7 +229,7 @@ def score_candidates(rows, critic, job, score=score_rows):
     for first in tqdm(starts, path.name, mininterval=5, disable=job.run.rank > 0):
         block = rows[first:first + SCORED_TOGETHER]
         numbers = range(first, first + len(block))
-        if scored.done.issuperset(numbers):                          # of a run that was killed
+        if scored.done.issuperset(numbers):                          # scored before the run was killed
             continue
         scores = score(block, critic)
         if job.run.rank == 0:
@@ -251,14 +251,14 @@ def state_of(row):
 
 
 def candidate_pairs(row, pairs_per_turn, rng, barred=()):
-    """Pairs (better, worse) of candidate numbers: a random one of the better half by score, a random one of the worse;
-    of an odd number the middle one is in neither.
+    """Pairs (better, worse) of candidate numbers: a random one of the better half by score, and one of the worse half.
+    With an odd number of candidates the middle one is in neither half.
 
-    They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and two
-    of equal advantage (equal actions, say) are no pair.
-    barred: numbers of candidates that no pair chooses (examples/answers.py)."""
+    Pairs are drawn with replacement, so one can occur twice. Candidates stopped by length are dropped, and so are pairs
+    of equal advantage (e.g. equal actions).
+    barred: numbers of candidates that are never the better one (examples/answers.py)."""
     order = ended_candidates(row)
-    rng.shuffle(order)                                               # ties fall either way
+    rng.shuffle(order)                                               # breaks ties at random
     order.sort(key=lambda i: -row["advantages"][i])
     half = len(order) // 2
     better_half = [i for i in order[:half] if i not in barred]
@@ -274,12 +274,12 @@ def candidate_pairs(row, pairs_per_turn, rng, barred=()):
 
 
 def ended_candidates(row):
-    """The numbers of a row's candidates that --max-new-tokens has not stopped."""
+    """Numbers of the candidates that --max-new-tokens did not stop."""
     return [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
 
 
 def as_pair(row, chosen, rejected):
-    """A row of pairs.jsonl: a state with two of its candidates, given by number."""
+    """A row of pairs.jsonl: a state with two of its candidates, which are given by number."""
     pair = {key: row[key] for key in (*NAME, "prompt") if key in row}
     for side, number in (("chosen", chosen), ("rejected", rejected)):
         pair[side] = {**row["candidates"][number], "advantage": row["advantages"][number]}
@@ -287,8 +287,8 @@ def as_pair(row, chosen, rejected):
 
 
 def pairs_of(rows, tokenizer, pairs_per_turn, job, choose=candidate_pairs):
-    """The rows of pairs.jsonl that are short enough, of the rows of scored.jsonl; says how many are not there, and
-    why. choose: what gives the pairs of a row."""
+    """Write pairs.jsonl; return the pairs that fit --max-length and report what was dropped.
+    rows: of scored.jsonl. choose: returns the pairs of a row."""
     rng = random.Random(job.schedule.seed)
     pairs, num_cut, num_equal_turns, num_equal = [], 0, 0, 0
     for row in rows:
@@ -303,8 +303,8 @@ def pairs_of(rows, tokenizer, pairs_per_turn, job, choose=candidate_pairs):
         write_jsonl(job.output.path / "pairs.jsonl", pairs)
     fitting = [pair for pair in pairs if pair_length(pair, tokenizer) <= job.max_length]
     num_without_c = sum(not row["task"]["ground_truth"] for row in rows)
-    counts = [f"{len(pairs):,} pairs of {len(rows) * pairs_per_turn:,} asked for (others: two of equal advantage, "
-              f"or fewer than two to choose from), {num_cut:,} candidates stopped by --max-new-tokens were left out",
+    counts = [f"{len(pairs):,} of {len(rows) * pairs_per_turn:,} requested pairs (the rest: equal advantages, or fewer "
+              f"than two usable candidates), {num_cut:,} candidates stopped by --max-new-tokens were dropped",
               f"{len(pairs) - len(fitting):,} pairs are longer than --max-length {job.max_length}"]
     if num_equal_turns:
         counts.append(f"{num_equal_turns:,} of {len(rows):,} turns give no pair: all of their {num_equal:,} candidates "
@@ -318,16 +318,16 @@ def pairs_of(rows, tokenizer, pairs_per_turn, job, choose=candidate_pairs):
 
 
 def pair_length(pair, tokenizer):
-    """The tokens of a pair's prompt with its longer action."""
+    """Number of tokens in a pair's prompt and its longer action."""
     lengths = [len(pair[side]["ids"]) for side in ("chosen", "rejected")]
     return len(encode(tokenizer, pair["prompt"])) + max(lengths)
 
 
 def pair_examples(pairs, tokenizer, together):
-    """Examples of pairs of actions: one a pair or, with `together`, one of all pairs of a turn.
+    """Examples of pairs of actions: one per pair or, with `together`, one for all pairs of a turn.
 
-    An example has one item, its prompt and all of its actions (common.actions_item)."""
-    groups = collections.defaultdict(list)                           # the pairs of a turn, or each pair alone
+    An example has one item: its prompt and all of its actions (common.actions_item)."""
+    groups = collections.defaultdict(list)                           # the pairs of a turn, or single pairs
     for number, pair in enumerate(pairs):
         key = (*name_of(pair), pair["prompt"]) if together else number
         groups[key].append(pair)
@@ -351,13 +351,13 @@ def pair_examples(pairs, tokenizer, together):
 # the baselines
 
 def pair_of_dialogues(example):
-    """mtdpo: the example of two trajectories, each of them one action, because dialogues are compared as wholes."""
+    """mtdpo: the example of two trajectories, each as one action, because whole dialogues are compared."""
     items = [common.as_one_action(item) for item in example.items]
     return example._replace(items=items, pairs=[((0, 0), (1, 0))])
 
 
 def successful(trajectories, path):
-    """rft: the successful trajectories; where returns are graded, the best of each task."""
+    """rft: the successful trajectories; if returns are graded, the best of each task."""
     if domain_of(trajectories[0]["task"]).MIN_RETURN_GAP is None:
         good = [trajectory for trajectory in trajectories if trajectory["reward"] == 1]
     else:
@@ -376,7 +376,7 @@ def successful(trajectories, path):
 def train(scorer, examples, ref_logps, losses_of, job):
     """Train the scorer's model on the examples, from the last saved state.
 
-    ref_logps   what reference_logps gives for each example; None where turns are imitated
+    ref_logps   reference_logps of the examples; None for imitation
     losses_of   (scorer, batch, examples, ref_logps (B, M) or None) -> {"loss": …, …}, (examples,) each"""
     loop = training.Loop(scorer, examples, job, train_mode=ref_logps is None)
     for step, batch_numbers in loop.steps():
@@ -393,16 +393,16 @@ def train(scorer, examples, ref_logps, losses_of, job):
 
 
 def num_loss_terms(example):
-    """How many terms an example adds to the loss of its step: its pairs or, where turns are imitated, its tokens."""
+    """Number of terms that an example adds to the step's loss: its pairs or, for imitation, its action tokens."""
     if example.pairs:
         return len(example.pairs)
     return sum(number >= 0 for item in example.items for row in item for number in row.action_ids)
 
 
 def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
-    """Train the model that load() gives on examples, and write it.
-    losses_of: as of train(). has_reference: whether it compares with the reference model, which is the model at its
-    start: its log-probabilities are computed here, once, with the Scorer that is trained then."""
+    """Train the model that load() returns on the examples, and write it.
+    losses_of: as in train(). has_reference: whether the loss uses a reference model. That is the model before its first
+    update; its log-probabilities are computed once, with the Scorer that is then trained."""
     training.show_samples(tokenizer, examples[0])
     scorer = load()
     scorer.check_positions(items_of(examples))
@@ -415,11 +415,11 @@ def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Passes and examples a step, where no flag says so: table 5's backend row
+# Epochs and batch size if no flag sets them: table 5's backend row
 EPOCHS = {"sweet": 1, "mtdpo": 4, "rft": 4, "sft": 4}
 BATCH_SIZE = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32}
 
-# The form of the paper (its text and table 5), and that of the published code (docs/reproduce.md)
+# Settings of the paper (its text and table 5) and of the published code (docs/reproduce.md)
 PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "lr": 2e-7, "beta": 0.1, "nll_coef": 0.01,
          "data_frac": 0.1, "num_candidates": 16, "pairs_per_turn": 4, "temperature": 1.0}
 PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend": PAPER}
@@ -427,22 +427,22 @@ REFERENCE_SEES_C = {"paper-backend": True, "paper-frontend": True, "published-ba
 
 
 def add_candidates(parser):
-    """The flags of candidates and their pairs."""
+    """Flags of candidates and their pairs."""
     group = parser.add_argument_group("SWEET's candidates and pairs (other methods ignore or refuse these)")
     group.add_argument("--data-frac", type=flags.share_flag, default=0.1, help="share of the trajectories whose turns "
                        "are used (the published code uses a tenth of 15,000; with a few hundred, use 1)")
-    group.add_argument("--num-candidates", type=flags.num_samples_flag, default=16, help="actions sampled a turn")
-    group.add_argument("--pairs-per-turn", type=flags.positive_int, default=4, help="DPO pairs a turn")
+    group.add_argument("--num-candidates", type=flags.num_samples_flag, default=16, help="actions sampled per turn")
+    group.add_argument("--pairs-per-turn", type=flags.positive_int, default=4, help="DPO pairs per turn")
     group.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the candidates")
-    group.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens of a candidate")
+    group.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="most tokens in a candidate")
     group.add_argument("--candidates", type=flags.text_flag, metavar="FILE", help="candidates.jsonl of another run of "
                        "the same model, seed, trajectories and sampling; None: sample them")
     group.add_argument("--sampler", type=flags.text_flag, metavar="http://HOST:PORT/v1#NAME",
-                       help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
-                       "does: these then do not repeat bit for bit; None: every rank holds the model and samples")
+                       help="servers of --model's weights (commas between addresses) that return token ids, as vLLM "
+                       "does; candidates are then not bit-reproducible; None: every rank samples with its own copy")
     group.add_argument("--concurrency", type=flags.num_samples_flag, default=256, help="candidates in flight per rank")
-    group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
-                       "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
+    group.add_argument("--pairs-together", action="store_true", help="make one example of all pairs of a turn, which "
+                       "share the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
 
 
 def parse_args(argv=None):
@@ -470,25 +470,25 @@ def parse_args(argv=None):
 
 
 def check_candidates(parser, sampler, candidates):
-    """End with an error where the flags of add_candidates do not go together."""
+    """Reject incompatible candidate flags."""
     if sampler and (candidates or not is_server(sampler)):
-        parser.error("--sampler: takes http://HOST:PORT/v1#NAME, and goes without --candidates")
+        parser.error("--sampler: must be http://HOST:PORT/v1#NAME, and cannot be used with --candidates")
 
 
 def open_model(trajectories, is_fresh, lora, job):
-    """(tokenizer, a function that loads the Scorer) of --model or, if is_fresh, of a small new model that knows the
-    words of the trajectories."""
+    """(tokenizer, a function that loads the Scorer) for --model or, if is_fresh, for a small new model whose vocabulary
+    comes from the trajectories."""
     if is_fresh:
         texts = [common.vocabulary_text(trajectory) for trajectory in trajectories]
         model, tokenizer = fresh_model(texts)
         return tokenizer, functools.partial(shard, Scorer(model.to(job.run.device)), job.run, job.sharding)
     if reads_images(job.model):
-        raise InputError(f"{job.model}: policies read and write text alone; a model that sees can be a critic")
+        raise InputError(f"{job.model}: a policy must be text-only; vision-language models can only be critics")
     return load_tokenizer(job.model), functools.partial(job.load, job.model, lora)
 
 
 def open_critic(name, tokenizer, domain, reference_sees_c, job):
-    """The critic of --critic that scores candidates for tasks of a domain."""
+    """The critic of --critic, which scores candidates for tasks of a domain."""
     show = functools.partial(data.show_documents, domain, job.output)
     critic = common.open_critic(name, job.model, domain, reference_sees_c, show)
     critic.check_tokenizer(tokenizer, job.model)
@@ -496,10 +496,10 @@ def open_critic(name, tokenizer, domain, reference_sees_c, job):
 
 
 def open_fork(flags, inputs=()):
-    """What a fork begins with: (job, trajectories, tokenizer, a function that loads the Scorer); None where its output
-    is done. flags: {name: value}. inputs: as of training.Job."""
+    """Common start of a fork: (job, trajectories, tokenizer, a function that loads the Scorer); None if its output is
+    done. flags: {name: value}. inputs: as in training.Job."""
     if flags["dry_run"]:
-        raise InputError("--dry-run goes with 04_train_policy.py")
+        raise InputError("--dry-run works only with 04_train_policy.py")
     job = training.Job(flags, inputs)
     trajectories = data.read_trajectories(job.path, flags["num_trajectories"], flags["seed"])
     if job.output.is_done():
@@ -512,7 +512,7 @@ def main(argv=None):
     args = parse_args(argv)
     more_inputs = [name for name in (args.candidates, args.sampler, args.critic) if name != common.UNTRAINED]
     job = training.Job(vars(args), more_inputs)
-    if args.pairs_together:                                          # an example is then all pairs of a turn
+    if args.pairs_together:                                          # an example is all pairs of a turn
         job.schedule = job.schedule._replace(batch_size=max(1, args.batch_size // args.pairs_per_turn))
     lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     if args.dry_run:

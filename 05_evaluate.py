@@ -1,25 +1,25 @@
 """Stage 5: score trajectory files, compare them in one table, and show every turn's advantage in an HTML report.
 
-Reads   NAME=trajectories.jsonl … (02); every answer is scored again. Of dialogues that another program has made
-        (docs/faq.md) the rewards count.
+Reads   NAME=trajectories.jsonl … (02); every answer is scored again. Dialogues made by other programs keep their own
+        rewards (docs/faq.md).
 Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html; images/ (of web pages);
         with --export export/.
 
 n, rounds, tests         dialogues; mean number of agent turns; mean share of the tests passed
-success                  share of the dialogues whose answer passes all tests; of pages the mean similarity of the
+success                  share of the dialogues whose answer passes all tests; for pages the mean similarity of the
                          screenshots of answer and solution, by clip (the paper's) or by pixels: two scales. It is a
                          mean over a task's dialogues, then over tasks, then over runs; so are its interval and the
                          differences. The other columns are means over dialogues
 leaks                    share of the simulator's replies that show the solution
-all known, when known    template tasks: share of the dialogues in which the agent had found out every fact that
-                         matters before its last turn; success among these
-no page, not rendered    answers that are no page; pages without a screenshot (a black image is scored)
+all known, when known    template tasks: share of the dialogues in which the agent knew every fact that matters before
+                         its last turn; success among these
+no page, not rendered    answers that are not a page; pages without a screenshot (a black image is scored)
 wins, ties               pages: share of answers that beat the --baseline's, over all pairs of a task, a
                          tie (within 1e-6) half; then the mean over tasks
-[..]                     95 % interval by bootstrap over tasks, of several runs (NAME=FILE,FILE,…) over runs as well;
+[..]                     95 % interval by bootstrap over tasks; with several runs (NAME=FILE,FILE,…) also over runs;
                          against --baseline paired by task and run; "families drawn": over families, then their tasks
 LABEL@N=FILE             points of a curve over N: the N of best-of-N (02), training trajectories (04) or rounds
---costs                  tokens trained on, tokens generated and minutes, of training the agent and its critics (from
+--costs                  tokens trained on, tokens generated and minutes for training the agent and its critics (from
                          their args.json)
 
 docs/results.md says what the intervals cover, docs/faq.md how to read report.html.
@@ -48,7 +48,7 @@ from lib.runtime import InputError, Output, read_jsonl, run_stage, say, start, w
 from lib.scorer import load_whole
 from lib.tokens import shown_system
 
-MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get advantages
+MAX_TOKENS = 16384               # in a batch without gradients, and in a dialogue whose turns get advantages
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -74,9 +74,9 @@ def parse_args(argv=None):
         parser.error("--reference-sees-c goes with --critic")
     names = [name for name, _ in args.files]
     if len(set(names)) < len(names):
-        parser.error("every file needs a name of its own")
+        parser.error("each file needs its own name")
     if args.baseline and args.baseline not in names:
-        parser.error(f"--baseline {args.baseline}: none of {', '.join(names)}")
+        parser.error(f"--baseline {args.baseline}: not one of {', '.join(names)}")
     return args
 
 
@@ -84,8 +84,8 @@ def parse_args(argv=None):
 # reading
 
 def read_runs(paths):
-    """The trajectories of all files of one name. Of several files, its runs, "run" is the number of the file.
-    InputError where they have not the same tasks."""
+    """The trajectories of all files (runs) of one name. If there are several, "run" is the number of the file.
+    Raises InputError if their tasks differ."""
     trajectories = []
     for number, path in enumerate(paths):
         for trajectory in data.read_trajectories(path):
@@ -99,12 +99,12 @@ def read_runs(paths):
 
 
 def check_tasks(files, states, where):
-    """The domain of the tasks of all files, and of the states of the file `where`. InputError where they are of several
-    domains, or one "task_id" names two."""
+    """The domain of the tasks of all files and of the states of the file `where`. Raises InputError if domains are
+    mixed or a task_id is ambiguous."""
     trajectories = list(itertools.chain(*files.values()))
     tasks = [trajectory["task"] for trajectory in trajectories]
     for name, rows in [*files.items(), (where, states)]:
-        for row in rows[:1]:                                         # reading has compared those of one file
+        for row in rows[:1]:                                         # reading checked that a file has one domain
             data.check_task(row["task"], name, tasks[0])
     data.check_ids(tasks, [trajectory["task_id"] for trajectory in trajectories], " and ".join(files))
     return domain_of(tasks[0])
@@ -114,10 +114,10 @@ COSTS = "trained_tokens", "generated_tokens", "seconds"
 
 
 def costs_of(path):
-    """{each of COSTS} of the agent that rolled out this file, and of the critics that it and best-of-N used."""
+    """{each of COSTS: total} of the agent that rolled out this file, its critic and the critic of best-of-N."""
     rollout_args = runtime.read_args(path)["args"]
     if "agent" not in rollout_args:
-        raise InputError(f"{path}: no args.json of a rollout beside it; --costs needs what 02_rollout.py keeps there")
+        raise InputError(f"{path}: --costs needs the args.json that 02_rollout.py writes next to it")
     agent_args = runtime.read_args(rollout_args["agent"])["args"]
     models = {rollout_args["agent"], rollout_args.get("critic"), agent_args.get("critic")} - {None}
     costs = dict.fromkeys(COSTS, 0)
@@ -128,8 +128,8 @@ def costs_of(path):
 
 
 def training_histories(files, critic):
-    """{name: rows of metrics.jsonl} of the models that are at hand: the agents of the files, and the critic."""
-    names = {}                                                       # {model: the first method that has it}
+    """{name: rows of metrics.jsonl} of the agents of the files and of the critic, if their folders are available."""
+    names = {}                                                       # {model: the first method that uses it}
     for name, trajectories in files.items():
         names.setdefault(trajectories[0].get("agent"), name)
     names.setdefault(critic, "critic")
@@ -142,7 +142,7 @@ def training_histories(files, critic):
 
 
 def curves_of(metrics):
-    """{label: {N: metrics}} of the methods that are named LABEL@N."""
+    """{label: {N: metrics}} of the methods named LABEL@N."""
     curves = {}
     for name, method in metrics.items():
         label_and_number = re.fullmatch("(.+)@([1-9][0-9]*)", name)
@@ -156,7 +156,7 @@ def curves_of(metrics):
 # scoring
 
 def rescore(trajectories, environments, domain):
-    """Give every trajectory fresh scores, whatever it has."""
+    """Re-score every trajectory, discarding its old scores."""
     for trajectory in trajectories:
         for key in (*domain.SCORE_KEYS, "failed"):
             trajectory.pop(key, None)
@@ -169,8 +169,9 @@ def rescore(trajectories, environments, domain):
 
 
 def measure(trajectories, domain):
-    """The metrics of one method, most of which the docstring of this file explains. Gives every trajectory its "kinds"
-    and "known" (measure_turns), too. To be a column of the table, a metric needs a line in statistics.result_table."""
+    """The metrics of one method; the docstring of this file explains most of them. Also gives every trajectory its
+    "kinds" and "known" (measure_turns). A metric needs a line in statistics.result_table to be a column of the table.
+    """
     tasks, values = statistics.values_of_runs(trajectories, domain.eval_score)               # values: (runs, tasks)
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"]
              if turn["role"] == "assistant"]
@@ -193,10 +194,10 @@ def measure(trajectories, domain):
 def measure_leaks(trajectories, domain):
     """{"leaks": share of the simulator's replies that show the solution, "leaks_by_kind": {kind: number}}.
 
-    Empty where the simulator never replied, or where nothing tells a leak (colbench/own.py)."""
+    Empty if the simulator never replied, or if leaks cannot be detected (colbench/own.py)."""
     if domain.leak_of is None:
         return {}
-    leaks = []                                                       # of each reply the kind of leak, or None
+    leaks = []                                                       # kind of leak in each reply, or None
     for trajectory in trajectories:
         for turn in trajectory["dialogue_history"][1:]:
             if turn["role"] == "user" and not turn.get("tool"):
@@ -218,15 +219,15 @@ def compare(metrics, files, baseline, domain):
         num_tasks = difference["n"] if difference else 0
         if {num_tasks} != {metrics[name]["tasks"], metrics[baseline]["tasks"]}:
             metrics[name].setdefault("notes", []).append(
-                f"against {baseline} compared on {num_tasks:,} tasks (both must have a task, and as many runs); the "
-                "rates above are those of all")
+                f"difference to {baseline} uses the {num_tasks:,} shared tasks (needs equally many runs); rates above "
+                "use all tasks")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what is shown below the comparison
+# the comparison, and the tables below it
 
 def tables_of(metrics, metric, baseline, states, domain):
-    """Print the tables of the metrics, and return them for the page: {"headings", "rows" of the comparison, "notes",
+    """Print the tables of the metrics and return them for the page: {"headings", "rows" of the comparison, "notes",
     "tables": {heading: text} of those below it}."""
     headings, rows = statistics.result_table(metrics, metric, domain.COLUMNS, baseline)
     notes = statistics.note_lines(metrics)
@@ -251,8 +252,8 @@ def cost_lines(metrics):
 
 
 def add_turn_advantages(metrics, files, critic, device):
-    """Give every trajectory "advantages" (critic.score_turns, without a critic its own) and every method their
-    advantage_summary; returns that of all."""
+    """Give every trajectory "advantages" (by critic.score_turns; without a critic it keeps its own) and every method
+    their advantage_summary. Returns the summary of all."""
     trajectories = list(itertools.chain(*files.values()))
     of_turns = [trajectory.get("advantages") for trajectory in trajectories]
     if critic:
@@ -268,17 +269,17 @@ def add_turn_advantages(metrics, files, critic, device):
 
 
 def turn_form(critic, trajectories):
-    """What the turn advantages are, in lines: of a critic, or the trajectories' own."""
+    """Lines that say where the turn advantages come from: a critic, or the trajectories themselves."""
     if not critic:
         own = [row for row in trajectories if row.get("advantages") is not None]
         for row in own:
             num_turns = len(statistics.agent_places(row["dialogue_history"]))
             if list_of(float)(row["advantages"]) or len(row["advantages"]) != num_turns:
                 raise InputError(f'task {row["task_id"]}: "advantages" must be one number for each turn of the agent')
-        return ["turn advantages are those that the files have"] if own else []
+        return ["turn advantages come from the files"] if own else []
     lines = [critic.describe()]
     if critic.score == "value":
-        lines.append(f"{critic.folder}: has a value head; a turn's advantage is how it changes the value, not eq. 3")
+        lines.append(f"{critic.folder}: has a value head; a turn's advantage is its change of the value, not eq. 3")
     if critic.normalize == "trajectory":
         lines.append(f"{critic.folder}: a turn's advantage is a sum over its tokens, divided by the dialogue's agent "
                      "tokens")
@@ -286,15 +287,15 @@ def turn_form(critic, trajectories):
 
 
 def candidate_form(folder, domain, form_of_turns):
-    """What the scores of the candidates in 04's folder are, in lines, by its args.json."""
+    """Lines that describe the scores of the candidates in a folder of 04, from its args.json."""
     args = runtime.read_args(folder)["args"]
     try:
         critic = common.open_critic(args["critic"], args["model"], domain, args["reference_sees_c"])
     except (KeyError, InputError):
-        return [f"{folder}: was not ranked by a critic, or by one that is not there or does not fit any more"]
+        return [f"{folder}: not ranked by a critic, or its critic is missing or no longer matches"]
     lines = [critic.describe()]
     if form_of_turns not in ([], lines):
-        lines.append("The turn advantages are of another critic or another form: the two do not compare.")
+        lines.append("Turn advantages come from another critic or another form of eq. 3; do not compare the two.")
     return lines
 
 
@@ -304,10 +305,10 @@ def main(argv=None):
     args = parse_args(argv)
     run = start(0)
     if run.world_size > 1:
-        raise InputError("05_evaluate.py is one process: start it with python, not torchrun")
+        raise InputError("05_evaluate.py is a single process: start it with python, not torchrun")
     out = pathlib.Path(args.out)
 
-    # everything is read and checked before anything is scored
+    # read and check everything before anything is scored
     paths = dict(args.files)                                         # {name: [the file of each run]}
     files = {name: read_runs(runs) for name, runs in paths.items()}
     all_trajectories = list(itertools.chain(*files.values()))
@@ -332,7 +333,7 @@ def main(argv=None):
         environments.append(data.environment(domain, out / "images", out / "scored", options, run.device))
     output.begin()
 
-    # scores and metrics, on disk before everything that is optional
+    # scores and metrics, written before anything optional
     (out / "scored").mkdir(exist_ok=True)
     rescore(all_trajectories, environments, domain)
     metrics = {}

@@ -1,6 +1,6 @@
 """From a dialogue to an advantage: its tokens, states and actions, pairs of trajectories, eq. 3, and critics.
 
-c is what a critic may know and the agent may not: the solution of the task."""
+c is the solution of the task: a critic may see it, the agent may not."""
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import collections
 import contextlib
@@ -41,27 +41,27 @@ from lib.scorer import (
 from lib.tokens import agent_turns, encode, generation_cue, LAST_ROUND, plain, prompt_text, say_kinds, tokenizer_name
 
 # ---------------------------------------------------------------------------------------------------------------------
-# tokens of a dialogue, and where c stands
+# tokens of a dialogue, and where c is inserted
 
 SOLUTION_TEXT = "The {noun} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
 
 
 def solution_text(task):
-    """The text that states c; empty for a task without one."""
+    """Text that states c; empty if the task has none."""
     if not task["ground_truth"]:
         return ""
     return SOLUTION_TEXT.format(noun=domain_of(task).NOUN, ground_truth=task["ground_truth"])
 
 
 def vocabulary_text(trajectory):
-    """All the text of a trajectory that a fresh tokenizer should know."""
+    """Text of a trajectory that a fresh tokenizer should know."""
     turns = [turn["content"] for turn in trajectory["dialogue_history"]]
     return "\n".join([*turns, turns[0] + LAST_ROUND, solution_text(trajectory["task"])])
 
 
 def critic_prompt(tokenizer, prompt, task):
-    """A prompt (text) as a critic reads it: [BOS] + solution_text(task) + prompt. c is in no message of the chat.
-    The beginning-of-sequence token stays in front, unless the template opens messages with it, as SmolLM2's does."""
+    """A prompt (text) as a critic reads it: [BOS] + solution_text(task) + prompt. c is not part of any chat message.
+    BOS stays in front, unless the template starts every message with it, as SmolLM2's does."""
     bos = tokenizer.bos_token or ""
     if not prompt.startswith(bos) or generation_cue(tokenizer).startswith(bos):
         bos = ""
@@ -70,13 +70,13 @@ def critic_prompt(tokenizer, prompt, task):
 
 def trajectory_sequences(tokenizer, turns, task=None):
     """The item of a trajectory, a list of Sequences, from its agent_turns. Each turn of the agent is an action.
-    task: where it is given, c stands once, at the very front (critic_prompt).
+    task: if given, c is inserted once, at the very front (critic_prompt).
 
-    For turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" it is one sequence:
+    Turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" give one sequence:
         ids             <u> hi <a> who ? <e> <u> me <a> ok <e>
         action_ids      -1  -1 -1   0  0  0  -1 -1 -1   1   1
-    The ids before an action are those of its whole prompt, as the agent read them. Where a prompt does not begin with
-    the ids so far (a template drops thoughts, or encodes an action's text otherwise), a new sequence begins."""
+    The ids before an action are its whole prompt, as the agent read it. If a prompt does not start with the ids so far
+    (the template drops thoughts, or an action's text is tokenized differently), it starts a new sequence."""
     sequences = []
     for number, (prompt, action) in enumerate(turns):
         if task is not None:
@@ -92,7 +92,7 @@ def trajectory_sequences(tokenizer, turns, task=None):
 
 
 def as_one_action(item):
-    """A trajectory's item with all agent tokens as action 0: multi-turn DPO compares whole dialogues."""
+    """A trajectory's item with all agent tokens as action 0, because multi-turn DPO compares whole dialogues."""
     sequences = []
     for sequence in item:
         numbers = [min(number, 0) for number in sequence.action_ids]
@@ -106,14 +106,14 @@ def as_one_action(item):
 # A dialogue up to an agent's turn, with candidates for this turn.
 # prompt          the text that the agent reads, without c
 # task, history   the task, and the turns so far
-# actions, texts  of each candidate its token ids, and what the other side would see of it
+# actions, texts  each candidate's token ids, and the text that the other side would see
 State = namedtuple("State", "prompt task history actions texts")
 
 
 def actions_item(tokenizer, prompt, actions):
     """The item of several actions (id lists) after one prompt (text): one Sequence, a tree.
 
-    For prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" it is
+    Prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" give
         ids             <u> hi <a> who ? <e> ok <e>
         action_ids      -1  -1 -1   0  0  0  1   1       prompt_length = 3"""
     ids = list(encode(tokenizer, prompt))
@@ -126,13 +126,13 @@ def actions_item(tokenizer, prompt, actions):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# trajectories: what training examples are made of, and pairs of them
+# trajectories, training examples, and pairs
 
-# What one training example is made of.
-# items    lists of Sequences: a trajectory (one where the chat template only appends, else several), or actions of one
+# A training example.
+# items    lists of Sequences: a trajectory (one if the chat template only appends, else several), or the actions of one
 #          state (one, a tree)
 # pairs    ((item, action), (item, action)) of chosen and rejected actions
-# task_id  the task of its first item: 03 holds out whole tasks by it
+# task_id  the task of its first item, by which 03 holds out whole tasks
 #
 #                  items                        actions of an item           pairs
 #     sweet        1: a state                   its candidates               of actions of this item
@@ -144,7 +144,7 @@ Example = namedtuple("Example", "items pairs task_id")
 
 
 def trajectory_items(tokenizer, trajectories, sees_c):
-    """An item for each trajectory. sees_c: whether c stands in front; None: where the logged agent saw it."""
+    """An item for each trajectory. sees_c: whether c is in front; None: only if the logged agent saw it."""
     items, kinds = [], collections.Counter()
     for trajectory in trajectories:
         with_c = trajectory.get("informed") if sees_c is None else sees_c
@@ -155,8 +155,8 @@ def trajectory_items(tokenizer, trajectories, sees_c):
 
 
 def trajectory_examples(trajectories, groups, make_items, sees_c):
-    """An Example, without pairs, for each tuple of trajectory numbers, an item a trajectory.
-    make_items(trajectories, sees_c): an item for each of them (trajectory_items)."""
+    """An Example, without pairs, for each tuple of trajectory numbers; one item per trajectory.
+    make_items(trajectories, sees_c) makes the items (trajectory_items)."""
     numbers = sorted({number for group in groups for number in group})
     items = dict(zip(numbers, make_items([trajectories[number] for number in numbers], sees_c)))
     examples = []
@@ -168,9 +168,9 @@ def trajectory_examples(trajectories, groups, make_items, sees_c):
 def trajectory_pairs(trajectories, path, needed=True):
     """[(chosen, rejected)] numbers of trajectories of one task.
 
-    Where the domain has a MIN_RETURN_GAP, as its returns are graded: every two whose rewards differ by so much.
-    Otherwise a pair for each failure (reward below 1), with one of the successes (reward 1) of its task in turn.
-    needed: InputError, which names `path`, where there is no pair."""
+    If the domain has graded returns (MIN_RETURN_GAP): every two whose rewards differ by at least that much.
+    Otherwise each failure (reward below 1) is paired with one success (reward 1) of its task, in turn.
+    needed: raises InputError, which names `path`, if there is no pair."""
     min_gap = domain_of(trajectories[0]["task"]).MIN_RETURN_GAP
     by_task = {}
     for number, trajectory in enumerate(trajectories):
@@ -198,7 +198,7 @@ def trajectory_pairs(trajectories, path, needed=True):
 
 
 def reaches(gap, min_gap):
-    """Whether a gap between rewards is at least `min_gap`, but for rounding: .3 - .2 is less than .1 in floats."""
+    """True if a gap between rewards is at least `min_gap`, up to rounding: .3 - .2 is less than .1 in floats."""
     return gap > 0 and (gap >= min_gap or math.isclose(gap, min_gap, rel_tol=1e-9))
 
 
@@ -225,13 +225,13 @@ def action_advantages(logps, ref_logps, lengths, normalize):
 # critics: the advantages of actions in states, and of the turns of trajectories
 
 class TextCritic:
-    """What critics that read text have in common. vision.VisualCritic has the same methods.
+    """Base class of critics that read text. vision.VisualCritic has what 02 and 04 call.
 
-    folder             made by 03; an untrained critic: the model's name
-    tokenizer          its own, which must be the policy's
-    critic_sees_c      whether it reads c
-    reference_sees_c   whether its reference model does, where the critic does
-    normalize          of eq. 3"""
+    folder             made by 03; for an untrained critic the model's name
+    tokenizer          must be the policy's
+    critic_sees_c      whether the critic reads c
+    reference_sees_c   whether its reference model does too
+    normalize          see eq. 3"""
 
     scorer_class = HeadScorer
 
@@ -243,7 +243,7 @@ class TextCritic:
         self.normalize = normalize
 
     def prompt(self, prompt, task, sees_c):
-        """What is read in place of an agent's prompt (text): with c in front, or the same."""
+        """An agent's prompt (text) as the critic reads it: with c in front, or unchanged."""
         return critic_prompt(self.tokenizer, prompt, task) if sees_c else prompt
 
     def trajectory_items(self, trajectories, sees_c):
@@ -251,20 +251,20 @@ class TextCritic:
         return trajectory_items(self.tokenizer, trajectories, sees_c)
 
     def state_items(self, states, sees_c):
-        """An item for each State, with c in front or without; its actions are the state's."""
+        """An item for each State, with or without c in front; its actions are the state's."""
         prompts = [self.prompt(state.prompt, state.task, sees_c) for state in states]
         return [actions_item(self.tokenizer, prompt, state.actions) for prompt, state in zip(prompts, states)]
 
     def score_actions(self, states):
         """The advantage of each action of States, a list of floats for each state. Equal actions are scored once.
-        An action is scored alone: with --normalize trajectory, too, by the mean over its own tokens."""
+        --normalize trajectory also takes the mean over the action's own tokens here."""
         distinct = [state._replace(actions=sorted(set(map(tuple, state.actions)))) for state in states]
         items = self.state_items(distinct, self.critic_sees_c)
         ref_items = items if self.reference_sees_c else self.state_items(distinct, sees_c=False)
         normalize = "turn" if self.normalize == "trajectory" else self.normalize
         advantages = self.advantages(items, ref_items, normalize)                          # (states, M)
         if not advantages.isfinite().all():
-            raise InputError(f"{self.folder}: gives scores that are not finite; train this critic again")
+            raise InputError(f"{self.folder}: its scores are not finite; train this critic again")
         scores = []
         for state, distinct_state, numbers in zip(states, distinct, advantages.tolist()):
             advantage_of = dict(zip(distinct_state.actions, numbers))
@@ -272,8 +272,8 @@ class TextCritic:
         return scores
 
     def score_turns(self, trajectories):
-        """The advantage of each agent turn of trajectories, a list of floats for each trajectory, whose sum is its
-        score; None where it has more tokens than --max-tokens, or than the critic takes."""
+        """The advantage of each agent turn: a list of floats for each trajectory; their sum is its score. None for a
+        trajectory with more tokens than --max-tokens or than the critic accepts."""
         items = self.trajectory_items(trajectories, self.critic_sees_c)
         ref_items = items if self.reference_sees_c else self.trajectory_items(trajectories, sees_c=False)
         most = min(self.max_tokens, most_positions(self.scorer.model.config))
@@ -286,7 +286,7 @@ class TextCritic:
         return scores
 
     def turn_advantages(self, items, ref_items):
-        """The advantages of the turns of trajectories, (B, M)."""
+        """Advantages of the turns of trajectories, (B, M)."""
         return self.advantages(items, ref_items, self.normalize)
 
     def free(self):
@@ -294,11 +294,11 @@ class TextCritic:
         self.scorer = self.ref_scorer = None
 
     async def seeing(self, states, environment):
-        """This critic, ready for score_actions(states): it needs no pictures of them."""
+        """Prepare for score_actions(states). Text critics need no images."""
         return self
 
     def check_tokenizer(self, tokenizer, agent):
-        """InputError where an agent's tokenizer (None: not known) is not the critic's."""
+        """Raises InputError if an agent's tokenizer (None: unknown) is not the critic's."""
         if not tokenizer:
             raise InputError(f"--best-of with {self.folder}, a critic that reads tokens: {agent} needs "
                              "--agent-tokenizer MODEL")
@@ -306,7 +306,7 @@ class TextCritic:
             raise InputError(f"{self.folder}: its tokenizer is not the policy's; train the critic from the same model")
 
     def empty_prompts(self, task, history):
-        """What it reads before the last turn of a dialogue that says nothing, on no date: prompt_form."""
+        """Critic prompts for a placeholder dialogue, dates disabled (hashed by prompt_form)."""
         undated = {"chat_template": UNDATED + self.tokenizer.get_chat_template()}
         dummy = {"task": task, "max_rounds": 2, "dialogue_history": history, "chat_template_args": undated}
         prompts = []
@@ -315,15 +315,15 @@ class TextCritic:
         return prompts
 
     def note(self):
-        """What critic.json keeps of it."""
+        """Its fields in critic.json."""
         return {"score": self.score, "normalize": self.normalize, "critic_sees_c": self.critic_sees_c,
                 "reference_sees_c": self.reference_sees_c, "visual": False}
 
 
 class LogRatioCritic(TextCritic):
-    """A critic whose numbers are eq. 3: how much likelier than its reference model it makes an action.
+    """A critic that scores by eq. 3: how much likelier it makes an action than its reference model does.
 
-    reference   the name of the reference model. An untrained critic is compared with itself: with c against without"""
+    reference   name of the reference model; an untrained critic is its own reference, which does not see c"""
 
     score = "logratio"
     scorer_class = Scorer
@@ -334,8 +334,8 @@ class LogRatioCritic(TextCritic):
         self.is_untrained = folder == reference
 
     def load(self, load, max_tokens):
-        """Load the models. load(name, lora=…, kind=…) loads a Scorer: load_whole, or load_scorer where it is split over
-        the ranks. max_tokens: of a batch."""
+        """Load the models. load(name, lora=…, kind=…) returns a Scorer: training.Job.load, split over the ranks, or
+        scorer.load_whole(device). max_tokens: of a batch."""
         self.max_tokens = max_tokens
         if self.is_untrained:
             self.scorer = for_scoring(load(self.folder))
@@ -352,17 +352,17 @@ class LogRatioCritic(TextCritic):
         logps = padded(action_outputs(self.scorer, items, self.max_tokens))                # (B, M)
         off = contextlib.nullcontext()
         if self.ref_scorer is self.scorer and not self.is_untrained:
-            off = adapter_off(self.scorer.model)                     # what is below a trained adapter is its reference
+            off = adapter_off(self.scorer.model)                     # an adapter's base model is its reference
         with off:
             ref_logps = padded(action_outputs(self.ref_scorer, ref_items, self.max_tokens))
         if self.is_untrained:
-            # Tasks without c give both sides the same tokens: their advantages are exactly 0, in whatever batches.
+            # Without c both sides read the same tokens: the advantages are exactly 0, whatever the batches.
             is_same = torch.tensor([item == ref_item for item, ref_item in zip(items, ref_items)])
             ref_logps[is_same] = logps[is_same]
         return action_advantages(logps, ref_logps, action_lengths(items), normalize)
 
     def describe(self):
-        """What its numbers are, in a line."""
+        """One line that says what its scores are."""
         model = "p_ref" if self.is_untrained else "p"
         prompt = "o, c" if self.critic_sees_c else "o"
         ref_prompt = "o, c" if self.critic_sees_c and self.reference_sees_c else "o"
@@ -373,23 +373,23 @@ class LogRatioCritic(TextCritic):
 
 
 class HeadCritic(TextCritic):
-    """A critic whose numbers are those of a head on the mean of an action's last hidden states.
+    """A critic with a head on the mean of an action's last hidden states.
 
-    score "regression": advantages. "value": values of the dialogue up to and with a turn (logits); the advantage of a
-    turn is then how it changes the value, from 0 before the first one."""
+    score "regression": the head outputs advantages. "value": it outputs the value after a turn (a logit); the advantage
+    of a turn is its change of the value, which is 0 before the first turn."""
 
     def __init__(self, folder, score, tokenizer, critic_sees_c=True):
         super().__init__(folder, tokenizer, critic_sees_c)
         self.score = score
 
     def load(self, load, max_tokens):
-        """As of LogRatioCritic."""
+        """As in LogRatioCritic."""
         self.max_tokens = max_tokens
         self.scorer = load_trained(self.folder, load, self.scorer_class)
         load_head(self.scorer.head, self.folder)
 
     def advantages(self, items, ref_items, normalize):
-        """The head's numbers of the actions of items, (B, M)."""
+        """The head's outputs for the actions of items, (B, M)."""
         return padded(action_outputs(self.scorer, items, self.max_tokens))
 
     def turn_advantages(self, items, ref_items):
@@ -399,27 +399,27 @@ class HeadCritic(TextCritic):
         return numbers
 
     def describe(self):
-        return f"{self.folder}: scores are the numbers of its {self.score} head"
+        return f"{self.folder}: scores are the outputs of its {self.score} head"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# --critic: which critic it is
+# --critic: from a name to a critic
 
 CRITIC = record({"score": one_of("logratio", "regression", "value"), "normalize": one_of("turn", "trajectory", "none"),
                  "critic_sees_c": bool, "reference": label},
                 {"visual": bool, "reference_sees_c": bool, "prompt_form": str})
 UNTRAINED = "untrained"                                             # --critic: the base model, with no training
-# In front of a chat template: in place of a date it then writes the date's format
+# Prepended to a chat template so that dates render as their format string
 UNDATED = "{% macro strftime_now(format) %}{{ format }}{% endmacro %}"
 
 
 def open_critic(name, model, domain, reference_sees_c=None, show=None):
-    """The critic of --critic (its `name`), not loaded yet: that of a folder (read_critic) or, with "untrained", the
-    `model` itself, whose scores are log p(a|o, c) - log p(a|o), a mean over the tokens of a."""
+    """The critic that --critic names, not loaded yet: a folder's (read_critic) or, for "untrained", the `model` itself,
+    which scores log p(a|o, c) - log p(a|o), a mean over the tokens of a."""
     if name != UNTRAINED:
         critic = read_critic(name, domain, reference_sees_c, show)
     elif reference_sees_c:
-        raise InputError(f"--critic {UNTRAINED}: scores every action 0 with a reference model that sees c; it needs "
+        raise InputError(f"--critic {UNTRAINED}: every score is 0 if the reference model sees c; it needs "
                          "--reference-sees-c no")
     else:
         critic = untrained_critic(model)
@@ -428,30 +428,31 @@ def open_critic(name, model, domain, reference_sees_c=None, show=None):
 
 
 def untrained_critic(model):
-    """The critic that a model is, with no training."""
+    """A model as a critic, without training."""
     return LogRatioCritic(model, model, load_tokenizer(model), reference_sees_c=False)
 
 
 def read_critic(folder, domain, reference_sees_c=None, show=None):
-    """The critic of a folder of 03, not loaded yet, for tasks of a domain. InputError where it does not fit.
+    """The critic in a folder of 03, not loaded yet, for tasks of a domain. Raises InputError if it cannot be used.
 
-    reference_sees_c: of its reference model; None: as in training.
+    reference_sees_c: whether its reference model sees c; None: as in training.
     show: for a visual critic (vision.VisualCritic)."""
     path = pathlib.Path(folder) / "critic.json"
     if path.parent.is_file():
-        raise InputError(f"{folder}: a file; a critic is a folder of 03_train_critic.py, {path.parent.parent} perhaps")
+        raise InputError(f"{folder}: is a file, not a folder written by 03_train_critic.py (did you mean "
+                         f"{path.parent.parent}?)")
     if not path.exists():
-        raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
+        raise InputError(f"{folder}: has no critic.json, so it is not a finished critic of 03_train_critic.py")
     note = read_json(path, CRITIC)
     critic = critic_of_note(str(folder), note, domain, show)
     if reference_sees_c is not None and isinstance(critic, LogRatioCritic) and critic.critic_sees_c:
         critic.reference_sees_c = reference_sees_c
     elif reference_sees_c is False:
-        say(f"{folder}: --reference-sees-c no does nothing for a critic with a head, or one that does not see c")
+        say(f"{folder}: --reference-sees-c no has no effect on a critic with a head, or one that does not see c")
     trained_form = note.get("prompt_form")                           # older critics have none
     if trained_form and trained_form != prompt_form(critic, domain):
-        raise InputError(f"{folder}: was trained with another critic's prompt than this code makes (SOLUTION_TEXT, "
-                         "critic_prompt, the chat template); train it again, or score with the code that trained it")
+        raise InputError(f"{folder}: its prompt format differs from this code's (SOLUTION_TEXT, critic_prompt, the "
+                         "chat template); train it again, or score with the code that trained it")
     if is_adapter(folder):
         check_base(folder)
     elif critic.score == "logratio":
@@ -460,10 +461,10 @@ def read_critic(folder, domain, reference_sees_c=None, show=None):
 
 
 def critic_of_note(folder, note, domain, show):
-    """The critic that critic.json tells of."""
+    """The critic that critic.json (`note`) describes."""
     if note.get("visual"):
         if not domain.views:
-            raise InputError(f"{folder}: a visual critic cannot rank {domain.NOUN}s, which have nothing to see")
+            raise InputError(f"{folder}: a visual critic cannot score {domain.NOUN}s: they have no rendered view")
         return vision.VisualCritic(folder, note["score"], domain, show, note["critic_sees_c"])
     tokenizer = load_tokenizer(folder)
     if note["score"] != "logratio":
@@ -474,13 +475,13 @@ def critic_of_note(folder, note, domain, show):
 
 
 def must_read_text(critic):
-    """InputError for a visual critic."""
+    """Raises InputError if a critic is visual."""
     if not isinstance(critic, TextCritic):
-        raise InputError(f"{critic.folder}: --critic takes a critic that reads text, and this one sees images")
+        raise InputError(f"{critic.folder}: --critic needs a critic that reads text; this one sees images")
 
 
 def prompt_form(critic, domain):
-    """A hash of how a critic's prompts are made: of those for a task and a dialogue that say nothing."""
+    """Hash of the critic's prompt format, taken on a placeholder task and dialogue."""
     task = {"problem_description": "?", "ground_truth": "c", "own": True}
     history = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     page = {"role": "assistant", "content": "```html\n<p>?</p>\n```"}

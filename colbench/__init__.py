@@ -1,12 +1,12 @@
-"""ColBench: tasks that an agent can only solve together with a user. This folder imports nothing else of the
-repository, so that it can be copied alone, and needs no package, except for pages.
+"""ColBench: tasks that an agent can only solve together with a user. This folder imports nothing else from the
+repository, so it can be copied on its own; only pages need further packages.
 
 In ten lines: a task, a question to the rule-based user simulator, and two answers scored by the confined scorer:
 
     import asyncio, random
     from colbench import backend as domain
     rng = random.Random(0)
-    task = domain.make_task(rng, "grade", "none", lambda task_id: None)     # a str: why this draw gave none
+    task = domain.make_task(rng, "grade", "none", lambda task_id: None)     # a str: the draw was rejected
     history = [{"role": "user", "content": task["problem_description"]}]
     with domain.Environment() as environment:
         history.append({"role": "assistant", "content": "What should the pass mark be?"})
@@ -14,8 +14,8 @@ In ten lines: a task, a question to the rule-based user simulator, and two answe
         for code in (task["ground_truth"], "def grade(score): return 'good'"):
             print(asyncio.run(environment.score([(task, code)]))[0]["reward"])
 
-domain.py says what a domain is. To add one, write a module with a subclass of Domain, import it here, and name an
-object of it in DOMAINS.
+domain.py defines domains. To add one, write a module with a subclass of Domain, import it here, and add an object of it
+to DOMAINS.
 """
 import random
 
@@ -29,7 +29,7 @@ from colbench.sql import Sql
 __all__ = ["backend", "check_keys", "InputError", "Domain", "domain_of", "DOMAINS", "Environment", "frontend",
            "in_split", "make_tasks", "own", "SPLITS", "sql", "task_id"]
 
-# `from colbench import backend` gives this object; `from colbench.backend import …` gives what else is in its module
+# `from colbench import backend` imports this object; `from colbench.backend import …` imports other names of its module
 backend, frontend, own, sql = Backend(), Frontend(), Own(), Sql()
 DOMAINS = {"backend": backend, "frontend": frontend, "sql": sql}
 
@@ -37,7 +37,7 @@ SPLITS = {"train": range(0, 80), "validation": range(80, 90), "test": range(90, 
 
 
 def in_split(task_id, split):
-    """Whether a task belongs to a split, by its id (a hash of its content); "all": every task does."""
+    """True if a task is in a split, by its id (a hash of its content); "all" contains every task."""
     try:
         number = int(task_id, 16)
     except (TypeError, ValueError):
@@ -49,7 +49,7 @@ ANY_TASK = task_kind({}, {"test_cases": dict, "databases": list, "facts": list, 
 
 
 def domain_of(task, where="task"):
-    """The domain of a task; InputError where no domain owns it, or several do."""
+    """The domain of a task. Raises InputError unless exactly one domain owns it."""
     check_kind(task, ANY_TASK, where)
     if own.owns(task):
         return own
@@ -58,17 +58,17 @@ def domain_of(task, where="task"):
     owners = [name for name, domain in DOMAINS.items() if domain.owns(task)]
     if not owners:
         names = ", ".join(DOMAINS)
-        raise InputError(f'{where}: missing "test_cases", or what a task of another domain has ({names})')
+        raise InputError(f'{where}: missing "test_cases", or the fields of another domain ({names})')
     if len(owners) > 1:
-        raise InputError(f"{where}: has what tasks of several domains have ({', '.join(owners)})")
+        raise InputError(f"{where}: has the fields of several domains ({', '.join(owners)})")
     return DOMAINS[owners[0]]
 
 
-MOST_DRAWS_IN_VAIN = 300            # of a family, one after the other, until it counts as used up
+MOST_DRAWS_IN_VAIN = 300            # consecutive rejected draws after which a family counts as exhausted
 
 
 def make_tasks(domain, num_tasks, seed, split, told):
-    """num_tasks template tasks without repeats. The families take turns; one that has no more is left out."""
+    """num_tasks template tasks without repeats. The families take turns; an exhausted one is dropped."""
     check_domain(domain)
     rng, tasks = random.Random(seed), {}
 

@@ -1,11 +1,11 @@
-"""ColBench without the stages: tasks from templates, and verdicts on answers, as JSONL on the standard output.
+"""ColBench without the stages: prints template tasks, or verdicts on answers, as JSONL.
 
     python -m colbench tasks --domain backend --num-tasks 100 > tasks.jsonl
     python -m colbench score answers.jsonl > verdicts.jsonl
 
 A line of answers.jsonl has the keys "task" (a line of tasks.jsonl) and "answer" (code, a query, or a page). Its verdict
-has "task_id", "reward" and what else the domain says of an answer (colbench/__init__.py). All tasks are of one domain.
-The file may be packed (gzip).
+has "task_id", "reward" and the other results of the domain's scorer (colbench/domain.py). All tasks must be of one
+domain. The file may be gzipped.
 """
 import argparse
 import asyncio
@@ -28,12 +28,12 @@ def parse_args(argv=None):
     tasks.add_argument("--seed", type=int, default=0)
     score = commands.add_parser("score", help="score answers")
     score.add_argument("file", help="JSONL of tasks and answers")
-    score.add_argument("--unsafe-scorer", action="store_true", help="resource limits alone, where no isolation works")
+    score.add_argument("--unsafe-scorer", action="store_true", help="only resource limits, if isolation fails")
     return parser.parse_args(argv)
 
 
 def check_row(row, where, first):
-    """InputError for a row whose task its domain does not take, or that is of another domain than the first."""
+    """Raises InputError if a row's domain rejects its task, or if the domain differs from the first row's."""
     domain = domain_of(row["task"], where)
     domain.check_task(row["task"], where)
     if domain is not domain_of(first["task"]):

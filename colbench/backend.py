@@ -1,9 +1,9 @@
 """Python functions (ColBench's backend): template tasks, the rule-based user simulator, kinds of turns, scores.
 
-A template task is a vague request with a signature, a function that solves it and 10 test calls. What the request
-leaves out stands in "facts": those that matter (each is a value in the solution) and plausible ones that do not. The
-user opens with the request and answers questions in at most 400 characters; what follows "I WANT TO ANSWER:" is the
-answer. dialogue.py has what functions and queries have in common.
+A template task is a vague request with a signature, a function that solves it and 10 test calls. "facts" has
+what the request leaves out: facts that matter (each is a value in the solution) and plausible ones that do not. The
+user opens with the request and answers questions in at most 400 characters; the text after "I WANT TO ANSWER:" is the
+answer. dialogue.py has the code shared by functions and queries.
 """
 import asyncio
 import functools
@@ -159,7 +159,7 @@ class Script(dialogue.ScriptedAgent):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# running answers, and the user simulator
+# the scorer, and the user simulator
 
 class FunctionEnvironment(Environment):
     """The scorer, and the user simulator."""
@@ -186,7 +186,7 @@ class FunctionEnvironment(Environment):
         return dialogue.simulator_chat(self.SIMULATOR_SYSTEM.format(**task), history)
 
     async def verdicts(self, pairs, explain):
-        """"tests": a verdict a test, "faults": why a test is not passed, "reward": the share of tests passed."""
+        """"tests": one verdict per test, "faults": why a test failed, "reward": the share of tests passed."""
         scores = await asyncio.to_thread(self.scorer.score, pairs)
         if self.scorer.compat:
             return list(map(published_row, scores))
@@ -200,7 +200,7 @@ class FunctionEnvironment(Environment):
 
 
 def published_row(score):
-    """The verdicts of the published scorer, and whether its evaluation would have ended here."""
+    """The published scorer's verdicts, and whether its evaluation would have ended here."""
     ends = "process ended" in score.faults or "time limit" in score.faults
     return {"tests_compat": score.tests, "ends_evaluation": ends}
 
@@ -242,7 +242,7 @@ class Backend(FactDomain):
         return check_with_two_scorers(tasks, unsafe_scorer)
 
     def make_task(self, rng, name, told, accept):
-        """None is made where accept() gives a reason, or where the tests do not prove every fact."""
+        """Rejects a draw if accept() gives a reason, or if the tests do not prove every fact."""
         family, slots = FAMILIES[name], family_facts(name)
         drawn = {slot: rng.choice(fact["options"]) for slot, fact in slots.items()}
         codes = {slot: code for slot, (code, *_) in drawn.items()}
@@ -262,7 +262,7 @@ class Backend(FactDomain):
             facts.append(put(FUNCTIONS["idle fact"], {"noun": noun}))
         rng.shuffle(facts)
 
-        states_one = rng.random() < 0.3                             # drawn even where `told` does not ask for it
+        states_one = rng.random() < 0.3                             # drawn even if `told` does not need it
         to_tell = [fact for fact in facts if fact["matters"]]
         one_or_none = to_tell[:1] if states_one else []
         told_facts = {"none": [], "some": one_or_none, "all": to_tell}[told]
@@ -284,10 +284,10 @@ class Backend(FactDomain):
         }
 
     def answer_of(self, history, is_last):
-        """What follows the marker.
+        """The text after the marker.
 
-        It is the whole turn where nothing follows the marker, where code stands before it and a remark follows ("the
-        function above"), where the marker stands in a comment of the code, and in the last round without a marker."""
+        The whole turn is the answer if nothing follows the marker, if code precedes it and a remark follows ("the
+        function above"), if the marker is in a comment of the code, and in the last round without a marker."""
         content = history[-1]["content"]
         before, marker, after = content.partition(self.MARKER)
         if not marker:
@@ -312,11 +312,11 @@ class Backend(FactDomain):
         return asking_kind(task, known, topics_asked(task["facts"], message))
 
     def text_of(self, fact):
-        """The first thing that the user says of it."""
+        """The user's first reply about it."""
         return (fact.get("replies") or [fact["topic"]])[0]
 
     def measure(self, trajectories):
-        """05_evaluate.py says what the columns are."""
+        """The docstring of 05_evaluate.py explains the columns."""
         not_gradeable = set()                                       # (task, number of a test)
         for trajectory in trajectories:
             for number, fault in enumerate(trajectory["faults"]):

@@ -1,4 +1,4 @@
-"""HTML pages -> screenshots, and what a script reads of them, in a real Chromium that reaches nothing."""
+"""HTML pages -> screenshots, and values that a script reads from them, in a real Chromium without a network."""
 import asyncio
 import base64
 import contextlib
@@ -74,13 +74,13 @@ RENDERER = hashlib.sha256(repr((VIEWPORT, MAX_WIDTH_PX, MAX_HEIGHT_PX, PAGE_CLOC
 
 
 def screenshot_path(images, html):
-    """Where a page's screenshot is kept: a name that its text and the renderer's settings give."""
+    """Path of a page's screenshot; the name depends on its text and the renderer's settings."""
     return pathlib.Path(images) / (hashlib.sha256(f"{RENDERER}{json.dumps(html)}".encode()).hexdigest()[:16] + ".png")
 
 
 def photo_size(address):
-    """(width, height) that the address of an image asks for, as texts, or None: /300x200, /300/200 (but not a year and
-    a month), ?w=300&h=200, or /300 as the whole path for a square."""
+    """(width, height) in the address of an image, as texts, or None: /300x200, /300/200 (but not a year and a month),
+    ?w=300&h=200, or /300 as the whole path for a square."""
     path = re.sub(r"^(https?:)?//[^/]*/((id|seed|collection|user)/[^/]+/)?", "", address)
     pair = re.search(SIZE_IN_PATH, path) or re.search(SIZE_IN_QUERY, path)
     if pair:
@@ -115,7 +115,7 @@ def style_sheet(path, page):
 
 
 def local_answer(url, html):
-    """What Playwright answers a page, `html`, that asks for a URL: its body and content type; None: it is refused."""
+    """Playwright's answer when the page `html` requests a URL: body and content type; None: the request is refused."""
     for pattern, name in TAILWIND:
         if re.fullmatch(pattern, urllib.parse.unquote(url)):
             path = pathlib.Path(sys.prefix, "tailwind", name)
@@ -132,7 +132,7 @@ def local_answer(url, html):
 
 
 def write_fonts(folder):
-    """Write fonts.conf into `folder`: Liberation alone, for every name; returns its path, None without Liberation."""
+    """Write fonts.conf into `folder`: Liberation for every font name. Returns its path, or None without Liberation."""
     folders = set()
     for root in FONT_ROOTS:
         for path in pathlib.Path(root).expanduser().rglob("LiberationSans-Regular.*"):
@@ -145,8 +145,8 @@ def write_fonts(folder):
 
 
 async def with_deadline(seconds, call, *ends):
-    """What an awaitable gives, or TimeoutError after some seconds, or when one of the futures `ends` is done;
-    asyncio.wait_for would wait on for a call that ignores its end."""
+    """The result of an awaitable. Raises TimeoutError after some seconds, or when one of the futures `ends` is done;
+    asyncio.wait_for would keep waiting for a call that ignores its cancellation."""
     task = asyncio.ensure_future(call)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())        # nobody else may ask for it
     try:
@@ -158,7 +158,7 @@ async def with_deadline(seconds, call, *ends):
 
 
 def fault_of(tab, error):
-    """Why a page has no screenshot, in one line."""
+    """One line that says why a page has no screenshot."""
     if tab and tab.crashed.done():
         return "its process crashed"
     if re.search("[Cc]ontext (was destroyed|with specified id)|target navigated", str(error)):
@@ -167,18 +167,18 @@ def fault_of(tab, error):
 
 
 class Browser:
-    """Draws HTML pages in one Chromium, which the first page starts, and which says how it is isolated.
+    """Renders HTML pages in one Chromium, which the first page starts and which logs its isolation.
 
         browser = Browser("out/images")
         image, spec, fault = await browser.render(html)             # in any event loop, several at a time
         browser.close()
 
-    It has a thread and an event loop of its own: a local model that samples keeps the caller's loop busy, and pages
-    would time out there.
+    It has its own thread and event loop: sampling from a local model blocks the caller's loop, and pages would time out
+    there.
 
-    A page is shown at rest (docs/pages.md) or not at all: one that does not come to rest, hangs or crashes within 10 s
-    is a fault. Where the whole browser dies, the pages in flight are drawn again, one at a time, so that each can only
-    harm itself. InputError if there is no browser, or a page needs a Tailwind file that is not there."""
+    A page is shown at rest (docs/pages.md) or not at all: one that does not come to rest within 10 s, hangs or crashes
+    is a fault. If the whole browser dies, the pages in flight are rendered again, one at a time, so that each can only
+    harm itself. Raises InputError if there is no browser, or if a page needs a missing Tailwind file."""
 
     def __init__(self, images, path=None, num_tabs=2):
         self.images, self.path, self.num_tabs = pathlib.Path(images), path, num_tabs
@@ -189,7 +189,7 @@ class Browser:
         self.Error = TimeoutError                                   # Playwright's, once that is there
 
     def call(self, coroutine):
-        """The future of what a coroutine gives in the browser's own loop."""
+        """Run a coroutine in the browser's own loop; returns its future."""
         if not self.thread:
             self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
             self.thread.start()
@@ -206,9 +206,9 @@ class Browser:
         """The Render of a page.
 
         image: path of a PNG of the whole page, 1,280 px wide, or as wide and high as it is, up to 2,560 x 8,192. An
-        existing one is used again. None: it could not be drawn.
+        existing one is reused. None: it could not be rendered.
         spec: the JSON value of the JavaScript expression `read`.
-        fault: None, or one line: why there is no screenshot."""
+        fault: None, or one line that says why there is no screenshot."""
         path = screenshot_path(self.images, html)
         if screenshot and not read and path.is_file():
             return Render(str(path), None, None)
@@ -265,7 +265,7 @@ class Browser:
                  f"fonts: {fonts}")
 
     async def stop(self):
-        """End the browser and its driver, whatever state they are in."""
+        """Stop the browser and its driver, whatever their state."""
         try:
             if self.chromium:
                 await with_deadline(5, self.chromium.close())
@@ -287,7 +287,7 @@ class Browser:
         return False
 
     async def draw_alive(self, html, path, read):
-        """The Render of a page; where the browser dies meanwhile, perhaps of another page, it is drawn once more."""
+        """The Render of a page. If the browser dies meanwhile, perhaps because of another page, render it once more."""
         render = await self.attempt(html, path, read, 1)
         if not render:
             async with self.alone:
@@ -295,8 +295,8 @@ class Browser:
         return render or Render(None, None, "the browser died of it")
 
     async def attempt(self, html, path, read, num_tabs):
-        """The Render of a page, or None where the whole browser died. `num_tabs`: how many tabs to hold; with all of
-        them the page is alone."""
+        """The Render of a page, or None if the whole browser died. `num_tabs`: number of tabs to hold; with all of them
+        the page is the only one."""
         for _ in range(num_tabs):
             await self.free.acquire()
         tab, clean_tab, render, fault = self.tabs.pop(), None, None, None
@@ -325,7 +325,7 @@ class Browser:
         return render or (Render(None, None, fault) if await self.alive() else None)
 
     async def new_tab(self):
-        """A page in a context, and so a process, of its own."""
+        """A page in its own context, hence in its own process."""
         context = await self.chromium.new_context(
             viewport=VIEWPORT, device_scale_factor=1, locale="en-US", timezone_id="UTC", color_scheme="light",
             service_workers="block", accept_downloads=False)
@@ -343,7 +343,7 @@ class Browser:
         return tab
 
     async def clear(self, tab):
-        """Give a tab a new window (100 ms) with a world for our own scripts. Nothing of the last page goes on."""
+        """Give a tab a new window (100 ms) with a world for our own scripts. Nothing of the last page survives."""
         await tab.page.goto("about:blank")
         await tab.session.send("Page.resetNavigationHistory")
         reply = await tab.session.send("Page.createIsolatedWorld", {"frameId": tab.frame})
@@ -368,7 +368,7 @@ class Browser:
                 await route.abort("aborted")                        # for a navigation, too: the page stays where it is
 
     async def evaluate(self, tab, expression):
-        """The JSON value of a JavaScript expression, or of the promise that it is, in the world of our own scripts."""
+        """The JSON value of a JavaScript expression (or of its promise) in the world of our own scripts."""
         reply = await tab.session.send("Runtime.evaluate", {
             "expression": expression, "contextId": tab.world, "awaitPromise": True, "returnByValue": True})
         if "exceptionDetails" in reply:
@@ -377,7 +377,7 @@ class Browser:
         return reply["result"].get("value")
 
     async def run_clock(self, tab, until_ms):
-        """Let the own clock of a page go on to a time."""
+        """Advance a page's own clock to a time."""
         for frame in tab.page.frames:
             if frame.url:                                           # one that was refused has none, and runs nothing
                 await frame.evaluate(f"window.__run && __run({until_ms})")

@@ -40,7 +40,7 @@ def fact_kind(fact):
 
 
 def check_facts(task, where):
-    """InputError for a "template" that the facts of a task cannot fill."""
+    """Raises InputError if the facts of a task cannot fill its "template"."""
     check_template(task, {task["facts"][index]["slot"] for index in needed_facts(task)}, where)
 
 
@@ -84,17 +84,17 @@ def content_words(text):
 
 
 def topics_asked(facts, message):
-    """Which facts a message asks about: their indices, best first, at most two.
+    """Indices of the facts that a message asks about, best first, at most two.
 
-    Each fact has phrases: its topic, and its ways of asking. It is asked about by the share of the words of a phrase
-    that the message has. A word counts the less the more facts have it. The largest share wins, from one half on."""
+    Each fact has phrases: its topic, and its ways of asking. Its score is the share of a phrase's words in the message;
+    words that are in many facts have less weight. The highest score wins, if it is at least one half."""
     texts = [(fact["topic"], *fact["questions"]) for fact in facts]
     return list(best_topics(tuple(texts), message))
 
 
 @functools.lru_cache(10_000)                                        # each later turn asks again about those before it
 def best_topics(texts, message):
-    """topics_asked of facts with these phrases, a tuple of texts for each fact."""
+    """topics_asked for facts with these phrases, a tuple of texts for each fact."""
     said = content_words(message)
     phrases = [list(map(content_words, fact_texts)) for fact_texts in texts]
     num_facts_with = collections.Counter()
@@ -131,10 +131,10 @@ COURTESY = re.compile(r"\b(?:let me know|thanks?|please ask|feel free|happy to|a
 
 
 def facts_answered(facts, message, reply):
-    """Which facts (indices) a message asks about and the reply answers.
+    """Indices of the facts that a message asks about and the reply answers.
 
-    It answers if a part of a sentence of it neither says that the user does not know, nor asks back, nor is a courtesy;
-    but not the facts of which a part says that. Whether it is right nobody checks."""
+    A reply answers if a part of one of its sentences neither says that the user does not know, nor asks back, nor is a
+    courtesy. It does not answer facts that such a part mentions. Whether the answer is right is not checked."""
     refusals, answers = [], []
     for sentence in re.split(r"(?<=[.!?])\s+|\n", reply):
         parts = [] if sentence.rstrip().endswith("?") else re.split(r"[;,]\s+(?:and |but )?", sentence)
@@ -195,7 +195,7 @@ def num_agent_turns(history):
 # the user simulator
 
 def known_reply(task, history, rng):
-    """What the rule-based user knows of the (at most two) facts that the last message asks about."""
+    """The rule-based user's reply about the (at most two) facts that the last message asks about."""
     replies = []
     for index in topics_asked(task["facts"], history[-1]["content"]):
         fact = task["facts"][index]
@@ -204,7 +204,7 @@ def known_reply(task, history, rng):
 
 
 def simulator_chat(system, history):
-    """The chat that a simulating model sees: the roles swapped, the request left to the system prompt."""
+    """The chat for a simulator model: roles are swapped, and the request is in the system prompt."""
     swapped = {"assistant": "user", "user": "assistant"}
     chat = [{"role": "system", "content": system}]
     for turn in history[1:]:
@@ -217,7 +217,7 @@ DEFINITION = r"\b(?:def|class)\s+(\w+)"
 
 
 def token_runs(text):
-    """All runs of LEAK_TOKENS words, numbers and signs. A string literal is one token, as what it says is no code."""
+    """All runs of LEAK_TOKENS words, numbers and signs. A string literal is one token, as its content is not code."""
     text = re.sub(r"""(?<!\w)("[^"\n]*"|'[^'\n]*')(?!\w)""", " STRING ", text)
     tokens = re.findall(r"[^\W\d]\w*|\d+(?:\.\d+)?|[^\w\s]", text)
     ends = range(LEAK_TOKENS, len(tokens) + 1)
@@ -226,7 +226,7 @@ def token_runs(text):
 
 @functools.lru_cache(1024)
 def leak_marks(ground_truth):
-    """What gives a solution away: the names that it defines, and its runs of LEAK_TOKENS code tokens."""
+    """Marks of a solution in a leak: the names that it defines, and its runs of LEAK_TOKENS code tokens."""
     english = r'"""[\s\S]*?"""|' r"'''[\s\S]*?'''" r"|(?m:(^|\s)#.*$)"             # docstrings and comments
     code = re.sub(english, " ", ground_truth)
     return set(re.findall(DEFINITION, code)), token_runs(code)
@@ -236,8 +236,7 @@ def leak_marks(ground_truth):
 # the domain
 
 class FactDomain(Domain):
-    """What functions and queries have in common: their tasks have facts. A subclass defines learned, kind_of and
-    text_of."""
+    """Base class of functions and queries, whose tasks have facts. A subclass defines learned, kind_of and text_of."""
 
     MARKER = "I WANT TO ANSWER:"    # what follows it in an agent's turn is the answer
 
@@ -246,7 +245,7 @@ class FactDomain(Domain):
         raise NotImplementedError
 
     def kind_of(self, task, known, history, message):
-        """The kind of a turn (turn_kind) where these facts are known."""
+        """The kind of a turn (turn_kind) if these facts are known."""
         raise NotImplementedError
 
     def text_of(self, fact):
@@ -297,7 +296,7 @@ class FactDomain(Domain):
         return "template" if player == "script" and "template" not in task else None
 
     def leak_of(self, task, reply):
-        """None where a reply describes what it wants, without code.
+        """None if a reply contains no code of the solution.
 
         "fence": a code block.
         "signature": that of a function of the solution.
@@ -310,8 +309,8 @@ class FactDomain(Domain):
         return "code" if runs & token_runs(reply) else None
 
     def measure(self, trajectories):
-        """"forced_answers": the share of dialogues that --max-rounds has ended, and not the agent. "faults" counts by
-        reason the tests that are not passed."""
+        """"forced_answers": the share of dialogues ended by --max-rounds and not by the agent. "faults": counts of
+        failed tests by reason."""
         num_forced, faults = 0, collections.Counter()
         for trajectory in trajectories:
             history = trajectory["dialogue_history"]

@@ -1,5 +1,5 @@
-"""What a domain of ColBench is: a kind of tasks, such as Python functions. A domain is a subclass of Domain, and what
-it runs is a subclass of Environment. tests/toy_domain.py is a small one. colbench/__init__.py lists them all.
+"""A domain of ColBench is a kind of tasks, such as Python functions: a subclass of Domain, with a subclass of
+Environment for what it runs. tests/toy_domain.py is a small one. colbench/__init__.py lists them all.
 
 In the comments and docstrings:
 
@@ -17,7 +17,7 @@ from colbench.schema import check_keys, InputError, label, nullable, number, rec
 
 
 class Environment:
-    """What a domain runs (a scorer, a browser), as a context manager."""
+    """The programs of a domain (a scorer, a browser), as a context manager."""
 
     # Names of the constructor's arguments, each with a default. Flags of the stages: unsafe_scorer, compat (verdicts of
     # the published scorer), browser, similarity, clip_model; a stage refuses a flag that is not in TAKES. Set by the
@@ -32,15 +32,15 @@ class Environment:
         pass
 
     async def rule_reply(self, task, history, rng):
-        """What the rule-based simulator says."""
+        """The rule-based simulator's reply."""
         raise InputError(f"{type(self).__name__} has no rule-based user simulator (rule_reply)")
 
     async def simulator_chat(self, task, history):
-        """The messages for a simulating model."""
-        raise InputError(f"{type(self).__name__} has no chat for a simulating model (simulator_chat)")
+        """The messages for a simulator model."""
+        raise InputError(f"{type(self).__name__} has no chat for a simulator model (simulator_chat)")
 
     async def tool_reply(self, task, history):
-        """What the environment itself answers; None: it is the simulator's turn."""
+        """The environment's own answer; None: it is the simulator's turn."""
         return None
 
     async def verdicts(self, pairs, explain):
@@ -51,7 +51,7 @@ class Environment:
         raise InputError(f"{type(self).__name__} scores no answers (verdicts)")
 
     async def score(self, pairs, explain=False):
-        """The verdicts, with their rewards checked. The stages call this method."""
+        """verdicts(), with the rewards checked. The stages call this method."""
         verdicts = await self.verdicts(pairs, explain)
         for verdict in verdicts:
             if "reward" in verdict:
@@ -64,42 +64,42 @@ class Environment:
 
 
 class Domain:
-    """A kind of tasks. A subclass defines what REQUIRED names; all else has a default."""
+    """A kind of tasks. A subclass must define the names in REQUIRED; all others have defaults."""
 
-    NOUN = None                     # what the user needs, as prompts and errors call it ("function")
+    NOUN = None                     # what the user needs, in prompts and errors ("function")
     FAMILIES = None                 # names of the template families
     AGENT_SYSTEM = None             # the agent's system prompt; "{max_rounds}" stands for the number of rounds
     Environment = None              # a subclass of Environment, above
 
     def owns(self, task):
-        """Whether a task is of this domain, by its fields. No task may be of two domains."""
+        """True if a task is of this domain, by its fields. No task may be of two domains."""
         raise NotImplementedError
 
     def check_task(self, task, where):
-        """InputError, which begins with `where`, if a field is missing or of another type (schema.py)."""
+        """Raises InputError, which starts with `where`, if a field is missing or has the wrong type (schema.py)."""
         raise NotImplementedError
 
     def make_task(self, rng, family, told, accept):
-        """A task with "task_id" (hexadecimal, as of the function task_id) and "family", or a str: why this draw gave
-        none.
+        """A task with "task_id" (hexadecimal, as from the function task_id) and "family", or a str, the reason the draw
+        was rejected.
 
         told: the facts that the request states, "none", "some" or "all".
-        accept(task_id) returns None, or why the task is not wanted."""
+        accept(task_id) returns None, or the reason to reject the task."""
         raise NotImplementedError
 
     def answer_of(self, history, is_last):
-        """The answer in the agent's turn that ends `history`; None: the dialogue goes on. In the last round (is_last)
+        """The answer in the agent's turn that ends `history`; None: the dialogue continues. In the last round (is_last)
         it is a str."""
         raise NotImplementedError
 
-    # --- what a dialogue is worth
+    # --- scores of dialogues
 
     # Two trajectories make a pair if their returns differ by at least this much. With a number, returns are graded: 05
     # shows wins and ties, 04 --method rft takes the best of each task. None: a success and a failure make a pair
     MIN_RETURN_GAP = None
     SCORE_KEYS = ("reward",)        # the keys that Environment.score writes into rows; 05 removes old ones
     # Further columns of 05's table: (key of `measure`, heading, format). The keys "all_known", "success_when_known" and
-    # "success_when_not_known" come from all_known
+    # "success_when_not_known" are computed from all_known
     COLUMNS = ()
 
     def eval_score(self, trajectory):
@@ -116,27 +116,27 @@ class Domain:
 
     # --- the dialogue
 
-    REPLY_CHARS = 400               # the most characters of a simulator's reply
-    REPLY_TOKENS = 128              # the most tokens that a simulating model may write for one
-    SIMULATOR_SEES = False          # whether a simulating model is shown images
+    REPLY_CHARS = 400               # most characters in a simulator's reply
+    REPLY_TOKENS = 128              # most tokens that a simulator model may generate for a reply
+    SIMULATOR_SEES = False          # whether a simulator model is shown images
     # Scripted agents for 02 --agent: {name: turn}. turn(task, history, max_rounds, rng) returns the agent's next
     # message. Names begin with "script"
     PLAYERS = {}
     # The prompt for a model that compares two turns, with {ground_truth}, {dialogue}, {a} and {b}. None: no model can
     JUDGE = None
-    # leak_of(task, reply): how a reply of the simulator shows the solution ("code", …), None if it does not. None in
-    # its place: nothing tells
+    # leak_of(task, reply): how a reply of the simulator shows the solution ("code", …), None if it does not. None:
+    # leaks cannot be detected
     leak_of = None
     # views(task, history, sees_c): what a visual critic sees after the agent's turn that ends `history`, a list of
-    # (caption, document, or None for a black image). None in its place: there is nothing to see
+    # (caption, document, or None for a black image). None: tasks have no rendered view
     views = None
 
     def agent_system(self, max_rounds):
-        """The agent's system prompt for dialogues of so many rounds. All its other braces stay."""
+        """The agent's system prompt for dialogues of max_rounds rounds. Other braces in it are kept."""
         return self.AGENT_SYSTEM.replace("{max_rounds}", str(max_rounds))
 
     def shown(self, message):
-        """The part of an agent's message that stands in the dialogue."""
+        """The part of an agent's message that is kept in the dialogue."""
         return message
 
     def answer_message(self, task):
@@ -150,14 +150,14 @@ class Domain:
     # --- the data check of 01
 
     # check_data(tasks, unsafe_scorer), for 01 --check: for each task {"findings": {what: detail}, "num_tests",
-    # "constant": the share of tests that the best constant answer passes}. None in its place: nothing to check
+    # "constant": the share of tests that the best constant answer passes}. None: there is nothing to check
     check_data = None
 
     def doubt_of(self, task):
-        """Why right answers to a task may be graded wrong, or None."""
+        """Reason why right answers to a task may be graded wrong, or None."""
         return None
 
-    # --- what the agent has to find out (None: the task does not say)
+    # --- the facts that the agent has to find out (None: the task does not say)
 
     def facts(self, task, history):
         """[(text, whether it is known after `history`)], in an order that does not depend on `history`."""
@@ -168,7 +168,7 @@ class Domain:
         return None
 
     def all_known(self, task, history):
-        """Whether everything that matters is known; called only where turn_kind is not None."""
+        """True if everything that matters is known. Called only if turn_kind is not None."""
         return None
 
 
@@ -178,7 +178,7 @@ REWARD = number(-1.001, 1.001)                                      # a cosine i
 
 @functools.cache
 def check_domain(domain):
-    """InputError that names what a domain must define and does not."""
+    """Raises InputError that lists names which a domain must define and does not."""
     missing = [name for name in REQUIRED if getattr(type(domain), name) is getattr(Domain, name)]
     if missing:
         raise InputError(f"the domain {type(domain).__name__} must define {', '.join(missing)} (colbench/domain.py)")
@@ -202,7 +202,7 @@ def task_id(task):
 
 
 def check_template(task, slots, where):
-    """InputError unless the "template" of a task, if it has one, is filled by fields with the names of `slots`."""
+    """Raises InputError if a task has a "template" that fields with the names of `slots` do not fill."""
     try:
         task.get("template", "").format(**dict.fromkeys(slots, ""))
     except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -210,6 +210,6 @@ def check_template(task, slots, where):
 
 
 def task_kind(needed, optional):
-    """The kind (schema.py) of a domain's tasks: with what every task has, and these fields, {name: kind}."""
+    """The kind (schema.py) of a domain's tasks: the common fields of all tasks and these fields, {name: kind}."""
     return record({"problem_description": str, "ground_truth": str, **needed},
                   {"task_id": nullable(label), **optional})

@@ -1,8 +1,8 @@
-"""The text of an answer -> its code. Standard library alone.
+"""The text of an answer -> its code. Standard library only.
 
-A message of a model is prose with pieces of code in it. `Reader` finds them: it asks Python's own parser at each line
-whether a statement begins there; fences and tags say where that is. `chosen_pieces` picks the pieces where the tested
-function is. docs/scorer.md has the rules.
+A model's message is prose with pieces of code. `Reader` finds them: at each line it asks Python's own parser whether a
+statement starts there; fences and tags mark where the code is. `chosen_pieces` selects the pieces with the tested
+function. docs/scorer.md has the rules.
 """
 import __future__
 
@@ -59,8 +59,8 @@ def readings(text):
 
 
 def without_thoughts(text):
-    """What follows the last end of thoughts in a text, whose beginning may be in the prompt. In a statement, a comment
-    or quotation marks there is none."""
+    """The text after the last end of thoughts, whose start may be in the prompt. Marks in a statement, a comment or
+    quotation marks do not count."""
     ends = list(END_OF_THOUGHTS.finditer(text))
     if not ends:
         return text
@@ -205,7 +205,7 @@ class Reader:
             self.read_prose(line)
 
     def leave(self, rest):
-        """Of the current line a rest is left to read, or nothing."""
+        """Keep the unread rest of the current line, if any."""
         line = self.lines[self.index]
         self.lines[self.index] = line[:indent_of(line)] + rest.lstrip()
         self.index += not rest.strip()
@@ -225,7 +225,7 @@ class Reader:
         self.leave(LANGUAGE.sub("", info, count=1))
 
     def read_prose(self, line):
-        """Go on behind a label, or behind the next backticks or fence; else in the next line."""
+        """Continue after a label, or after the next backticks or fence; else in the next line."""
         label = LABEL.match(line)
         ticks = (ticks for ticks in TICKS.finditer(line) if not self.fence or ticks[0].startswith(self.fence))
         if label:
@@ -255,7 +255,7 @@ class Reader:
         return False
 
     def source(self, end, column):
-        """What stands from the current line to a column of the line `end`, dedented."""
+        """The text from the current line to a column of the line `end`, dedented."""
         lines = self.lines[self.index:end]
         if column:
             lines.append(self.lines[end][:column])
@@ -278,8 +278,8 @@ class Reader:
         self.index = index
 
     def statement_ends(self):
-        """Where the statement that begins at the line may end, each as (index of a line, column where it ends in it):
-        with its last deeper line or clause, or a backtick or tag; and with its first logical line."""
+        """Possible ends of the statement that starts at the line, as (index of a line, column of the end in it): its
+        last deeper line or clause, a backtick or tag, and its first logical line."""
         lines, index = self.lines, self.index
         indent = indent_of(lines[index])
         is_decorator = lines[index].startswith("@", indent)
@@ -370,10 +370,10 @@ def dedented(lines):
 # which code counts
 
 def chosen_pieces(pieces, tested):
-    """(The pieces that are the answer, in order; do they define a tested name and are not cut there?).
+    """(The pieces that are the answer, in order; whether they define a tested name and are not cut there).
 
-    Those that define a tested name decide where the answer is: in fences, in the open, or between backticks. All pieces
-    there count, and imports elsewhere."""
+    Pieces that define a tested name decide where the answer is: in fences, in the open, or between backticks. All
+    pieces there count, and so do imports elsewhere."""
     whole = set().union(*(piece.defined for piece in pieces if not piece.is_cut))
     pieces = [piece for piece in pieces if not (piece.is_cut and whole & piece.defined)]
     least, wanted = answer_place(pieces, tested)
@@ -431,7 +431,7 @@ def answer_place(pieces, tested):
 
 
 def names_of_calls(calls):
-    """The names that test calls use, but for builtins."""
+    """The names that test calls use, except builtins."""
     names = set()
     for call in calls:
         for node in parsed(call.strip())[0] or ():

@@ -1,11 +1,11 @@
-"""Web pages (ColBench's frontend): template pages, the user simulators (by rule, or a model that sees images), scores
-by similarity.
+"""Web pages (ColBench's frontend): template pages, the user simulators (rule-based, or a model that sees images),
+scores by similarity.
 
-In each round the agent sends an HTML page, which is rendered in a browser without a network; the user simulator
-compares it with the page that solves the task, and says the main differences in at most 1,000 characters. Of a turn
-with "OUTPUT:" only what follows stands in the dialogue. After the last round the last page is the answer; its return is
-the similarity of its screenshot to the solution's. Each slot of a template page (colours, layout, font, title) shows:
-with any other value the page looks different.
+In each round the agent sends an HTML page, which is rendered in a browser without a network. The user simulator
+compares it with the page that solves the task, and names the main differences in at most 1,000 characters. If a turn
+has "OUTPUT:", the dialogue keeps only the text after it. After the last round the last page is the answer; its return
+is the similarity of its screenshot to the solution's. Each slot of a template page (colours, layout, font, title) is
+visible: with any other value the page looks different.
 """
 import asyncio
 import collections
@@ -47,9 +47,9 @@ CLOSING_TAG = re.compile(r"</([a-z][a-z0-9]*)\s*>", re.IGNORECASE)
 def page_of(text):
     """The HTML page in an agent's turn; None if there is none.
 
-    It is the last document, in a fence or not or, where none is, the last fenced block that begins with a tag. Without
-    one it begins with <!doctype or <html, and goes to the last </html> (or to the end). Without that it is what
-    elements_of finds, where this is more than half of the turn: a question may name a <b>tag</b>, too."""
+    It is the last document, fenced or not, or else the last fenced block that starts with a tag. If there is none, it
+    goes from <!doctype or <html to the last </html> (or to the end). Otherwise it is the result of elements_of, if that
+    is more than half of the turn: a question may also name a <b>tag</b>."""
     pages = pages_in(text)
     if pages:
         return next(filter(DOCUMENT.search, reversed(pages)), pages[-1])
@@ -113,7 +113,7 @@ def end_of_page(text, first, fence, kinds):
 
 
 def elements_of(text):
-    """What stands from the first tag that is closed later to the last ">"; None if there is no such tag."""
+    """The text from the first tag that is closed later to the last ">"; None if there is no such tag."""
     closed = {match[1].lower(): match.start() for match in CLOSING_TAG.finditer(text)}       # where for the last time
     for match in OPENING_TAG.finditer(text):
         if closed.get(match[1].lower(), -1) >= match.end():
@@ -122,7 +122,7 @@ def elements_of(text):
 
 
 def last_page(history):
-    """The page so far of a dialogue: of its last agent turn that has one; None if none has."""
+    """The current page of a dialogue: that of the last agent turn with a page; None if there is none."""
     for turn in reversed(history):
         if turn["role"] == "assistant" and (page := page_of(turn["content"])):
             return page
@@ -141,7 +141,7 @@ FAMILIES = PAGES["families"]
 # the user simulator that is a model: it looks at images
 
 def viewer_messages(task, history, solution, page):
-    """The chat that a simulating model sees, with images (paths; page: None where none was sent)."""
+    """The chat for a simulator model, with images (paths; page: None if none was sent)."""
     message = history[-1]["content"]
     sent_page = page_of(message)
     words = message.replace(sent_page, "[the page]") if sent_page else message
@@ -180,7 +180,7 @@ def colour_names():
 
 
 def colour_words(colour):
-    """What the user calls a colour: its name in CSS, or "a dark blue"."""
+    """The user's words for a colour: its name in CSS, or "a dark blue"."""
     css_name = colour_names().get(tuple(colour))
     if css_name:
         return css_name
@@ -199,7 +199,7 @@ def colour_words(colour):
 
 
 def aspect_words(aspect, wanted, present):
-    """How the user puts the value of an aspect that is wanted; `present` is what the page has instead."""
+    """The user's words for the wanted value of an aspect; `present` is the page's value."""
     if isinstance(wanted, list):
         words = colour_words(wanted)
         is_same_word = present and words == colour_words(present)
@@ -231,7 +231,7 @@ def page_differences(wanted_spec, page_spec):
 
 
 def wish(aspect, wanted, present, rng):
-    """What the user says of a difference."""
+    """The user's sentence about a difference."""
     name, saying = ASPECTS[aspect]
     if wanted is None:
         return rng.choice(SAYINGS["unwanted"]).format(name)
@@ -243,8 +243,8 @@ def wish(aspect, wanted, present, rng):
 
 
 def page_reply(wanted_spec, page_spec, rng):
-    """The rule-based user on a page: names the largest differences, by area and at most two, or says that there is
-    none. Specs are what look.js gives; None for the page: the agent has sent none."""
+    """The rule-based user's reply to a page: the largest differences by area, at most two, or that there is none. Specs
+    are the output of look.js; None for the page: the agent has sent none."""
     if page_spec is None:
         return rng.choice(SAYINGS["no page"])
     differences = page_differences(wanted_spec, page_spec)
@@ -312,10 +312,10 @@ def guess(slot, rng, informed):
 
 
 def scripted_turn(task, history, max_rounds, rng, informed=False):
-    """What the noisy scripted designer sends next.
+    """The next message of the noisy scripted designer.
 
-    It sends a guess at first, then its last page with what the user asked for since. It forgets and misunderstands
-    some of that, changes what nobody asked for, sends the same page again, or only words."""
+    It first sends a guess, then its last page with the changes that the user asked for since. It forgets and
+    misunderstands some of them, changes other things, or sends the same page again, or only words."""
     slots = {slot["slot"]: slot for slot in task["slots"]}
     talk, repeat, forget, change = (0.02, 0.03, 0.05, 0.10) if informed else (0.08, 0.10, 0.22, 0.35)
     values, replies = last_values(task, history)
@@ -352,7 +352,7 @@ def scripted_page(task, values, thought, rng):
 # the browser, scores, and the user simulators
 
 class PageEnvironment(Environment):
-    """The browser, the similarity of screenshots, and the user simulator. similarity None: it only shows pages."""
+    """The browser, the similarity of screenshots, and the user simulator. similarity=None: only renders pages."""
 
     TAKES = "images", "rows_in", "browser", "similarity", "clip_model", "device"
 
@@ -404,7 +404,7 @@ class PageEnvironment(Environment):
         return rows
 
     async def render_all(self, pages):
-        """{page: its Render}; of an empty page, which is no answer, an empty one."""
+        """{page: its Render}. An empty page, which is no answer, has an empty Render."""
         pages = sorted({*pages} - {""})
         renders = await asyncio.gather(*map(self.browser.render, pages))
         return {"": Render(None, None, None), **dict(zip(pages, renders))}
@@ -497,7 +497,7 @@ class Frontend(Domain):
         }
 
     def shown(self, message):
-        """Of a message with "OUTPUT:" what follows it."""
+        """The text after "OUTPUT:", if the message has it."""
         return message.split(OUTPUT, 1)[1].strip() if OUTPUT in message else message
 
     def answer_of(self, history, is_last):
@@ -510,13 +510,13 @@ class Frontend(Domain):
         return "slots" if player == "script" and "slots" not in task else None
 
     def leak_of(self, task, reply):
-        """A reply may name texts of the page, but shows no tags."""
+        """A reply leaks if it shows tags. It may name texts of the page."""
         if "```" in reply:
             return "fence"
         return "code" if re.search(r"</?[a-zA-Z][^<>]*>", reply) else None
 
     def views(self, task, history, sees_c):
-        """The request, what the user said last, the page that solves it (`sees_c`) and the one after the last turn."""
+        """The request, the user's last message, the page that solves the task (`sees_c`) and the current page."""
         request = f"A person wants a web page: {task['problem_description']}"
         if len(history) > 2:
             request += f"\nLast they said: {history[-2]['content']}"
@@ -527,7 +527,7 @@ class Frontend(Domain):
         return [(f"{request}\nThe page that they need:", task["ground_truth"]), (caption, page)]
 
     def metric(self, trajectories):
-        """Two similarities, two names: they are two scales, never to be compared with each other."""
+        """The two similarities have two names: they are two scales and cannot be compared."""
         similarity = trajectories[0]["similarity"].partition(":")[0]
         return {"clip": "cosine_similarity", "pixels": "pixel_similarity"}[similarity]
 
@@ -548,8 +548,8 @@ class Frontend(Domain):
         return metrics
 
     def facts(self, task, history):
-        """The facts of a page are its slots, their text is a slot and its value. Known is what the idea states, and
-        what the user has asked for rightly."""
+        """The facts of a page are its slots; the text of a fact is a slot and its value. Known facts are those that the
+        idea states or the user has correctly asked for."""
         if "slots" not in task:
             return None
         asked = set()

@@ -1,8 +1,8 @@
-"""Dialogues that another program has made: {"messages": [{"role", "content"}, …], "reward", "c" (optional)} a line.
+"""Dialogues made by other programs, one per line: {"messages": [{"role", "content"}, …], "reward", "c" (optional)}.
 
-The rewards of the file, from 0 to 1, count, because nothing here can score the answers. A system message at the
-beginning is the agent's system prompt. "c" is what a critic may know: the solution, or anything else that the agent
-did not see. Dialogues that begin with the same message of the user, and have the same "c", are of one task."""
+The rewards of the file, from 0 to 1, are kept, because nothing here can score the answers. A leading system message is
+the agent's system prompt. "c" is the critic's information: the solution, or anything else that the agent did not see.
+Dialogues with the same first user message and the same "c" belong to one task."""
 from colbench.domain import Domain, Environment, task_id
 from colbench.schema import check_kind, InputError, list_of, nullable, number, one_of, record
 
@@ -19,7 +19,7 @@ class OwnEnvironment(Environment):
 
 
 class Own(Domain):
-    """It makes no tasks, and stands in no list of domains."""
+    """Makes no tasks, and is in no list of domains."""
 
     NOUN = "text"
     FAMILIES = ()
@@ -29,7 +29,7 @@ class Own(Domain):
     Environment = OwnEnvironment
 
     def as_trajectory(self, row, where):
-        """The trajectory of a row; InputError, which begins with `where`, if it is none."""
+        """The trajectory of a row. Raises InputError, which starts with `where`, if the row is not a dialogue."""
         check_kind(row, ROW, where)
         messages = row["messages"]
         roles = [message["role"] for message in messages]

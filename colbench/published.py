@@ -19,7 +19,7 @@ PHOTO, PHOTO_SIZE = "https://picsum.photos/id/48/{}/{}", ("640", "480")
 
 
 def existing(path):
-    """A path of the user's; InputError unless it is there."""
+    """The path that the user gave. Raises InputError if it does not exist."""
     if not pathlib.Path(path).exists():
         raise InputError(f"{path}: no such file or folder")
     return pathlib.Path(path)
@@ -42,8 +42,8 @@ def published_files(names, copy):
 
 
 def download(name, names):
-    """The path of a file of the hub's data set, from the cache if it is there; `names` are all that are needed. Its
-    rows are read as they are: load_dataset would give every row the keys of all others."""
+    """The path of a file of the hub's data set, from the cache if possible; `names` are all needed files. Its rows are
+    read unchanged: load_dataset would give every row the keys of all others."""
     try:
         from datasets import DownloadManager
         return DownloadManager().download(f"hf://datasets/{COLBENCH}/{name}")
@@ -58,8 +58,8 @@ def download(name, names):
 # WebSight: ideas and pages
 
 def websight_tasks(path, split):
-    """What becomes of each row of the data set, in its order: (end, task). end: "kept", or why the task is none:
-    "empty", "no page", "of another split", "repeated"."""
+    """(end, task) for each row of the data set, in its order. end: "kept", or why the row gives no task: "empty",
+    "no page", "of another split", "repeated"."""
     ids = set()
     for row in websight_rows(path):
         html, idea = ((row.get(key) or "").strip() for key in WEBSIGHT_KEYS)
@@ -79,8 +79,8 @@ def websight_tasks(path, split):
 
 
 def websight_rows(path):
-    """All rows of the data set, one after the other: of the hub's, or of a local copy, which may be larger than the
-    memory: a parquet or JSONL file, or a folder of parquet files."""
+    """Yield all rows of the data set, from the hub or from a local copy: a parquet or JSONL file, or a folder of
+    parquet files. The copy may be larger than the memory."""
     source, options = WEBSIGHT, {"name": WEBSIGHT_CONFIG}
     if path:
         files = list(map(str, websight_files(path)))
@@ -108,7 +108,7 @@ def websight_files(path):
 
 
 def tag_size(tag):
-    """(width, height) that the tag of an image gives, as texts, or None."""
+    """(width, height) in the tag of an image, as texts, or None."""
     width, height = (re.search(rf"""\s{side}=["']?(\d+)(?:px)?["'\s>/]""", tag) for side in ("width", "height"))
     return (width[1], height[1]) if width and height else None
 

@@ -1,4 +1,4 @@
-"""What a test asks of an answer, and what the reply is worth: no object of an answer takes part in a comparison.
+"""The questions that a test asks an answer, and verdicts on the replies. An answer's objects are never compared.
 
     test = Test("abs(f(2) - 6.14) < .001")          # a comparison, operator "Lt", of two sides
     test.whole                                      # "((abs(f(2) - 6.14)), (0.001))", put to the solution
@@ -194,12 +194,12 @@ class Test:
         return values[0] if len(values) == 1 else ["tuple", *values]
 
     def values(self, result):
-        """What an answer gives for the asks, by the result of `asked`; None where it gives no values."""
+        """An answer's values of the asks, from its result of `asked`; None if it has no values."""
         return values_of(result, len(self.asks))
 
     def result(self, result, rest_result):
-        """What the test gives, ["ok", value] or ["error", why not], where an answer gives `result` for `asked` and the
-        rest, with these values, gives `rest_result`."""
+        """The test's result, ["ok", value] or ["error", why not], if an answer gives `result` for `asked` and the rest,
+        with these values, gives `rest_result`."""
         if result[0] == "error" or not self.is_gradeable:
             return result
         values = self.values(result)
@@ -219,8 +219,8 @@ class Test:
         return [known[side] for side in self.sides]
 
     def result_of(self, sides):
-        """What the test gives where its sides have these values. Where an equality holds on the solution, each side
-        must have the solution's value."""
+        """The test's result if its sides have these values. If an equality holds on the solution, each side must have
+        the solution's value."""
         if not self.operator:
             return ["ok", sides[0]]
         value = compared(self.operator, sides, self.tolerance)

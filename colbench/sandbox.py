@@ -1,4 +1,4 @@
-"""The scorer's child program, seen from the caller: untrusted code behind walls, and what its calls return.
+"""The caller's side of the scorer's child program: runs untrusted code in isolation and returns results of calls.
 
     with Sandbox("namespaces", hash_seed=0) as sandbox:                                   (scorer.py does this)
         sandbox.greet()
@@ -107,7 +107,7 @@ class Sandbox:
             print(f"scorer: files of answers cannot be removed: {self.folder}", file=sys.stderr)
 
     def greet(self):
-        """Wait until the child serves, and see with harmless attacks that the walls stand; LayerError if not."""
+        """Wait until the child serves, and test its isolation with harmless attacks. Raises LayerError if it fails."""
         try:
             hello = json.loads(self.reply())
             if "error" in hello:

@@ -1,4 +1,4 @@
-"""The scorer's child program (see sandbox.py): it confines itself and runs an answer. Standard library alone."""
+"""The scorer's child program (see sandbox.py): it confines itself and runs an answer. Standard library only."""
 import _signal
 import builtins
 import contextlib
@@ -367,7 +367,7 @@ def check(result, what):
 
 
 def readable_paths(site_packages):
-    """What untrusted code may read: libraries, the interpreter's and the system's, packages, a few devices."""
+    """Paths that untrusted code may read: libraries of the interpreter and the system, packages, a few devices."""
     prefixes = {sys.base_prefix, sys.base_exec_prefix, "/usr", "/usr/local", "/"}
     paths = {os.path.join(prefix, lib) for prefix in prefixes for lib in ("lib", "lib64")} | set(site_packages)
     paths |= {"/nix/store", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom",
@@ -475,12 +475,12 @@ def free_user():
 
 
 class Walls:
-    """What is the same for all requests. It builds the walls of a layer; OSError or AttributeError (not Linux) where
-    the system does not allow it.
+    """The isolation of a layer, shared by all requests. Raises OSError or AttributeError (not Linux) if the system does
+    not allow it.
 
     layer: its name
     program: the filter of system calls, and the memory it is in
-    last_steps: the calls, as of confinement, that are made just before the code of an answer runs
+    last_steps: the calls, as in confinement, that are made just before the code of an answer runs
     user: the real user that answers run as, see free_user
     rules: a descriptor of Landlock rules, in that layer
     null: a descriptor of /dev/null

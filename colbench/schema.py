@@ -1,13 +1,13 @@
-"""Kinds of JSON values: what a file of somebody else may hold where this program uses it.
+"""Kinds of JSON values, to check input files.
 
-A kind is one of Python's types str, bool, int, float, list, dict, or a function that takes a value and says
-what is wrong with it (None: nothing). The functions below make such functions of other kinds:
+A kind is one of Python's types str, bool, int, float, list, dict, or a function that takes a value and returns
+its fault (None: no fault). The functions below make such functions from other kinds:
 
     TURN = record({"role": one_of("user", "assistant"), "content": str}, {"output_ids": list_of(whole(0))})
     TURN({"role": "user", "content": 1})        '"content" is an integer, not a string'
 
 `int` is a whole number of 64 bits, `float` a finite number, whole or not; true and false are neither.
-lib/ uses them, too."""
+lib/ also uses them."""
 import contextlib
 import gzip
 import json
@@ -20,7 +20,7 @@ NAMES = {type(None): "null", bool: "a boolean", int: "an integer", float: "a num
 
 
 class InputError(Exception):
-    """Bad input, or something missing on this machine: one line that says where, what and how to fix it."""
+    """Bad input, or something missing on this machine. One line says where, what, and how to fix it."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -28,8 +28,8 @@ class InputError(Exception):
 
 @contextlib.contextmanager
 def open_lines(path):
-    """Opens a file of lines (JSONL), as bytes; of one that gzip has packed, whatever its name, what it packs.
-    OSError, which names the file, where that is damaged."""
+    """Open a file of lines (JSONL) as bytes; gzipped files, whatever their name, are unpacked. Raises OSError, which
+    names the file, if a gzipped file is damaged."""
     with open(path, "rb") as file:
         is_packed = file.peek(2).startswith(b"\x1f\x8b")
         try:
@@ -43,7 +43,7 @@ def one_line(error):
 
 
 def parse_json(text, kind, where):
-    """The value of a JSON text, of a kind; InputError, which begins with `where`."""
+    """The value of a JSON text. Raises InputError, which starts with `where`, if it is not of this kind."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:                   # also no UTF-8, very long numbers, very deep
@@ -53,15 +53,15 @@ def parse_json(text, kind, where):
 
 
 def read_json(path, kind):
-    """The value of a JSON file, of a kind; InputError that names the file."""
+    """The value of a JSON file. Raises InputError, which names the file, if it is not of this kind."""
     return parse_json(pathlib.Path(path).read_bytes(), kind, path)
 
 
 def read_jsonl(path, keys, check=None):
-    """The objects of a JSONL file, which may be packed (gzip), as dicts; InputError by line.
+    """The objects of a JSONL file, gzipped or not, as dicts. Raises InputError that names the line.
 
-    keys: {name: kind} that each must have, or the kind of a row.
-    check(row, where, first row): may say more of a row."""
+    keys: {name: kind} that each row must have, or the kind of a row.
+    check(row, where, first row): a further check of a row."""
     kind = keys if callable(keys) else record(keys)
     rows = []
     with open_lines(path) as file:
@@ -77,14 +77,14 @@ def read_jsonl(path, keys, check=None):
 
 
 def check_kind(value, kind, where):
-    """InputError, which begins with `where`, unless `value` is of this kind."""
+    """Raises InputError, which starts with `where`, unless `value` is of this kind."""
     fault = kind(value)
     if fault:
         raise InputError(f"{where}: {fault.removeprefix('is ')}")
 
 
 def check_keys(row, keys, where):
-    """InputError, which begins with `where`, unless `row` is a dict with all `keys`, {name: kind}."""
+    """Raises InputError, which starts with `where`, unless `row` is a dict with all `keys`, {name: kind}."""
     check_kind(row, record(keys), where)
 
 
@@ -92,7 +92,7 @@ def check_keys(row, keys, where):
 # kinds
 
 def is_a(value, wanted):
-    """wanted: one of Python's types."""
+    """A kind: one of Python's types, `wanted`."""
     name = NAMES.get(type(value), f"a {type(value).__name__}")      # a program's own task may hold what is not JSON
     return f"is {name}, not {NAMES[wanted]}"
 
@@ -144,7 +144,7 @@ def nullable(kind):
 
 
 def list_of(kind, least=0):
-    """A list of at least so many values of this kind."""
+    """A list of values of this kind, with a minimum length."""
     check = checker(kind)
 
     def check_list(value):
@@ -159,7 +159,7 @@ def list_of(kind, least=0):
 
 
 def token_ids(value):
-    """A list of one or more token ids; a tokenizer says which of them it has."""
+    """A list of one or more token ids. Whether a tokenizer has them is not checked."""
     if type(value) is list and set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2 ** 31:
         return None
     return f"is {shown(value)}, not a list of token ids: whole numbers from 0 up, one at least"
@@ -171,8 +171,8 @@ def table_of(kind):
 
 
 def record(needed, optional=None, others=lambda value: None):
-    """An object with the names of `needed` and, if at all, of `optional`, {name: kind}; other names may be there, with
-    values of the kind `others`. What is checked loses an optional name whose value is null and may not be."""
+    """An object with the names in `needed` and optionally those in `optional`, {name: kind}; other names have values of
+    the kind `others`. The check removes optional names whose value is null but must not be."""
     optional = optional or {}
     checks = {name: checker(kind) for name, kind in {**optional, **needed}.items()}
     check_other = checker(others)

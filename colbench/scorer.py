@@ -21,7 +21,7 @@ OTHER_VALUE, NOT_TWICE, NOT_GRADEABLE = "another value", "not the same value twi
 MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score shows, and characters of a text there
 
 Score = namedtuple("Score", "tests gradeable faults failed")
-# What it lends to answers, the Tests, and how much floats may differ
+# The names that it lends to answers, the Tests, and the tolerance of floats
 Solution = namedtuple("Solution", "imports tests tolerance")
 # What the verdicts on an answer depend on: the solution, the calls of the tests, and how much floats may differ by the
 # rounding of numbers that the results do not show (None: they show them)
@@ -37,18 +37,18 @@ class Scorer:
         with Scorer() as scorer:
             scores = scorer.score([(task, answer), …])      # [Score, …] in the same order
 
-    A Score has lists of one item a test, and `failed`.
+    A Score has lists with one item per test, and `failed`.
     tests: the verdicts. docs/scorer.md says when a test passes.
     gradeable: whether the test can be graded at all.
-    faults: why it is not passed; None where it is.
-    failed: the first MAX_FAILED tests that are not passed, as short texts: [{"call", "expected", "got" (None: it gave
-    no value), "said": what the scorer says (None: another value)}, …].
-    A solution is evaluated once a task (in two processes).
+    faults: why it failed; None if it passed.
+    failed: the first MAX_FAILED failed tests, as short texts: [{"call", "expected", "got" (None: no value), "said": the
+    scorer's comment (None: another value)}, …].
+    A solution is evaluated once per task (in two processes).
 
-    compat=True gives the published scorer's verdicts instead (sandbox_worker.run_compat), behind the same walls.
+    compat=True returns the published scorer's verdicts instead (sandbox_worker.run_compat), with the same isolation.
 
-    The strongest layer of `layers` that works is taken; InputError if the machine allows none. RuntimeError if a
-    child cannot be used: that is neither pass nor fail."""
+    Uses the strongest of `layers` that works. Raises InputError if the machine allows none, and RuntimeError if a child
+    cannot be used, which is neither pass nor fail."""
 
     def __init__(self, unsafe=False, time_limit_s=1.0, compat=False, hash_seed=0, workers=None):
         self.time_limit_s, self.compat, self.hash_seed = time_limit_s, compat, hash_seed
@@ -66,10 +66,10 @@ class Scorer:
             except LayerError as error:
                 reasons.append(f"{layer}: {error}")
         raise InputError("no isolation for untrusted code on this machine (" + "; ".join(reasons) + "); add "
-                            "--unsafe-scorer to run it under resource limits alone")
+                            "--unsafe-scorer to run it with resource limits only")
 
     def start_children(self, layer):
-        """Start the child programs and the threads that use them; LayerError, and none of them, if a layer fails."""
+        """Start the child programs and the threads that use them. If a layer fails, start none and raise LayerError."""
         with contextlib.ExitStack() as stack:
             sandboxes = [Sandbox(layer, self.hash_seed) for _ in range(2 * self.num_workers)]
             children = list(map(stack.enter_context, sandboxes))
@@ -163,11 +163,11 @@ class Scorer:
         return results, sent
 
     def clean_results(self, child, code, calls, imports):
-        """What calls give on an answer, each as if it were the first.
+        """Results of calls on an answer, each as if it were the first call.
 
-        They run in their order and, in a new process, in the reverse order. Where that makes a difference, as one has
-        left something to the next, each runs in a process of its own, which would take several times as long for all.
-        What has taken too long is no difference, and does not run again."""
+        They run in order and, in a new process, in reverse order. If the results differ, because a call changed
+        something for the next one, each runs in its own process, which takes several times as long. A call that timed
+        out is not a difference, and does not run again."""
         if len(calls) < 2:
             return child.run(code, calls, self.time_limit_s, imports)[0]
         both_orders, _ = child.run(code, calls + calls[::-1], self.time_limit_s, imports, renewed=len(calls))
@@ -182,8 +182,8 @@ class Scorer:
         return results
 
     def rest_results(self, child, tests, results, imports):
-        """What is left of tests gives with the values of what they asked, `results`: of each test ["ok", value] or
-        ["error", reason]; None where nothing is left. It runs without the answer."""
+        """Results of the rest of each test, with the values of its asks (`results`): ["ok", value] or ["error",
+        reason]; None if there is no rest. The rest runs without the answer."""
         rests, given = {}, []
         for test, result in zip(tests, results):
             values = test.values(result)
@@ -208,12 +208,12 @@ class Scorer:
         return score
 
     def results_of(self, child, tests, asked, imports):
-        """What tests give, ["ok", value] or ["error", reason] each, where an answer gave `asked` for what they ask."""
+        """Results of tests, ["ok", value] or ["error", reason] each, if an answer gave `asked` for their asks."""
         rest_results = self.rest_results(child, tests, asked, imports)
         return [test.result(result, rest_result) for test, result, rest_result in zip(tests, asked, rest_results)]
 
     def best_constants(self, tasks):
-        """For each task (the constant that passes most of its tests, where all that is asked gives it; how many)."""
+        """For each task (the constant that passes most tests if every call returns it; the number of these tests)."""
         keys = list(map(key_of, tasks))
         self.learn_solutions(keys)
         return self.for_each(self.best_constant, [(key,) for key in keys])
@@ -273,7 +273,7 @@ def failed_test(test, result, fault):
 
 
 def fault_of(wanted, got, tolerance=None):
-    """Why a test is not passed; None if it is. tolerance: how much floats may differ (values.tolerance_of)."""
+    """Why a test failed; None if it passed. tolerance: how much floats may differ (values.tolerance_of)."""
     if wanted[0] != "ok":
         return f"{NOT_GRADEABLE}: {wanted[1]}"
     if got[0] != "ok":
@@ -294,7 +294,7 @@ def shortened(text):
 
 
 def reward_of(verdicts):
-    """The fraction of tests passed; success is a reward of 1."""
+    """The share of tests passed; success is a reward of 1."""
     return sum(verdicts) / len(verdicts) if verdicts else 0.0
 
 
@@ -335,7 +335,7 @@ def check_tasks(tasks, scorer, other_hashes):
 
 
 def check_with_two_scorers(tasks, unsafe_scorer):
-    """check_tasks, with scorers of its own."""
+    """check_tasks, with its own scorers."""
     with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other_hashes:
         return check_tasks(tasks, scorer, other_hashes)
 

@@ -1,4 +1,4 @@
-"""How alike two screenshots are: CLIP's embeddings (the paper's metric), or colours and structure (no weights)."""
+"""Similarity of two screenshots: by CLIP embeddings (the paper's metric), or by colours and structure (no weights)."""
 import functools
 
 from colbench.schema import InputError
@@ -7,11 +7,11 @@ CLIP_MODEL = "openai/clip-vit-base-patch32"
 
 
 class PageScorer:
-    """Similarity in [0, 1] of the screenshots (PNG paths) of a solution and of an answer; .name says how.
+    """Similarity in [0, 1] of the screenshots (PNG paths) of a solution and of an answer; .name is the metric.
 
-    "clip": cosine of the image embeddings, below 0 it is 0; "pixels": see pixel_similarity. They are two scales.
-    An answer without an image (None) is a black one of the solution's size. A solution without one can be met by no
-    answer: 0. An image is read and embedded once."""
+    "clip": cosine of the image embeddings, clipped at 0; "pixels": see pixel_similarity. They are two scales.
+    An answer without an image (None) counts as a black image of the solution's size. A solution without one gives 0.
+    An image is read and embedded once."""
 
     def __init__(self, similarity, clip_model=CLIP_MODEL, device="cpu"):
         try:
@@ -47,7 +47,8 @@ class PageScorer:
 
 
 def load_clip(name, device):
-    """(vision model, its image processor); InputError that names the other similarity where they cannot be had."""
+    """(vision model, its image processor). If they cannot be loaded, raises InputError that names the other similarity.
+    """
     from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
     try:
         processor = CLIPImageProcessorPil.from_pretrained(name)

@@ -1,12 +1,12 @@
 """SQL queries (an ambiguous question to a database): schemas, hidden decisions, the rule-based user simulator, looks
 into an example database, kinds of turns, scores.
 
-The user asks in a colleague's words ("How many customers had a big order this year?"). What the words mean stands in
-"facts": the decisions, each of which matters, and plausible ones that do not. Some are the user's ("by": "ask"), some
-the database shows ("by": "look"). In each round the agent does one of three things:
+The user asks in a colleague's words ("How many customers had a big order this year?"). "facts" has their meaning: the
+decisions, each of which matters, and plausible ones that do not. The user knows some ("by": "ask"), the database shows
+others ("by": "look"). In each round the agent does one of three things:
 
     QUERY: SELECT …             a look: the rows of the example database come back as a table (8 rows, 600 characters)
-    any other text              a message to the user, who says what was asked about
+    any other text              a message to the user, who answers it
     I WANT TO ANSWER: SELECT …  ends the dialogue
 
 The answer (sql_text.py finds the query in it) is run on hidden databases, the reward is the share of them on which it
@@ -55,7 +55,7 @@ MOST_TRIES = 12
 
 
 def schema_words(name):
-    """What a schema puts in the place of $words in requests, queries and decisions. A status is stored in four ways."""
+    """A schema's values for $words in requests, queries and decisions. A status is stored in four ways."""
     words = SCHEMAS[name]
     status = words["statuses"][0]
     return {**words, "status": status, "capitals": status.upper(), "letter": status[0].upper(), "small": status[0]}
@@ -67,7 +67,7 @@ def schema_text(words):
 
 
 def family_names():
-    """Each schema with each pattern that it can have."""
+    """Every schema with each of its possible patterns."""
     names = []
     for schema, words in SCHEMAS.items():
         without = "best" if "places" in words else "places"
@@ -76,7 +76,7 @@ def family_names():
 
 
 def stored_statuses(words, codes):
-    """How a database keeps the statuses of a schema, where it keeps the first of them as the decision says."""
+    """How a database stores the statuses of a schema, if the decision says how it stores the first of them."""
     code = codes.get("code", "a word")
     statuses = words["statuses"]
     if len(code) == 1:
@@ -329,7 +329,7 @@ def program(task, databases, statement):
 
 
 def as_function_task(task):
-    """A task as the scorer knows it: its tests are the hidden databases."""
+    """A task in the scorer's format: its tests are the hidden databases."""
     hidden = task["databases"][1:]
     solution = program(task, hidden, task["ground_truth"])
     tests = {f"database{number + 1}": f"result({number})" for number in range(len(hidden))}
@@ -347,16 +347,16 @@ def rounding_of(databases):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what the agent knows, and what a turn is worth
+# the agent's knowledge, and kinds of turns
 
 def query_of(message):
-    """The statement of a look; None where the message is none."""
+    """The statement of a look; None if the message is not a look."""
     match = re.match(rf"\s*{LOOK}(.*)", message, re.DOTALL)
     return statement_of(match[1]) if match else None
 
 
 def looked_at(task, query):
-    """Which facts (indices) a look is for: those that a column of the statement shows."""
+    """Indices of the facts that a look is for: those that a column of the statement shows."""
     columns = set(re.findall(r"\w+", query))
     shows_all = re.search(r"SELECT\s+\*", query, re.IGNORECASE)
     return {index for index, fact in enumerate(task["facts"])
@@ -364,7 +364,7 @@ def looked_at(task, query):
 
 
 def facts_seen(task, query, table):
-    """Which facts (indices) the rows of a look show."""
+    """Indices of the facts that the rows of a look show."""
     cells = re.split(r" \| |\n", table.partition("\n")[2])
     indices = set()
     for index in looked_at(task, query):
@@ -382,7 +382,7 @@ def in_one_line(statement):
 # the scripted agents
 
 class Script(dialogue.ScriptedAgent):
-    """It also asks the user what a look would show, looks at what shows nothing, and forgets."""
+    """A scripted agent that also asks the user about facts of a look, makes useless looks, and forgets."""
 
     VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the data?")
     RATES, INFORMED_RATES = (0.03, 0.05, 0.12, 0.33), (0.01, 0.03, 0.04, 0.08)
@@ -407,7 +407,7 @@ class Script(dialogue.ScriptedAgent):
 
 
 def asking(fact, rng):
-    """What the agent says to learn a fact: a look where a look shows it."""
+    """The agent's message to learn a fact: a look, if a look shows it."""
     if fact["by"] == "look":
         return f"{LOOK} {rng.choice(fact['looks'])}"
     return rng.choice(fact["questions"])
@@ -618,10 +618,10 @@ class Sql(FactDomain):
         return f"{fact['topic']}: {fact['code'].strip()}"
 
     def asker_turn(self, task, history, max_rounds, rng):
-        """What an asker says next that learns nothing in training.
+        """The next message of an asker that learns nothing in training.
 
-        It knows the decisions of the family and their values, and takes each value for equally likely. It asks or looks
-        where it expects most information; then it answers, and guesses what it has no round for."""
+        It knows the decisions of the family and their values, which it assumes equally likely. It asks or looks for the
+        most expected information; then it answers, and guesses what it had no round for."""
         known = self.known_facts(task, history)
         unknown = [task["facts"][index] for index in needed_facts(task) if index not in known]
         if unknown and dialogue.num_agent_turns(history) + 1 < max_rounds:

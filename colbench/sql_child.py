@@ -78,8 +78,8 @@ def rounded(cell):
 
 
 def order_of_row(row):
-    """What to sort a row of rounded cells by: numbers come last, by their size, so that the rounding of one does not
-    decide on the order of rows whose other cells differ."""
+    """Sort key of a row of rounded cells: numbers come last, by their size, so that the rounding of one does not decide
+    the order of rows whose other cells differ."""
     others, numbers = [], []
     for cell in row:
         is_number = isinstance(cell, (int, float))

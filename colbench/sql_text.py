@@ -1,18 +1,17 @@
-"""What stands in the text of an answer or a look: the statement without what a model writes around it, and whether its
-rows come in an order. Text alone decides; no SQL runs here.
+"""Parses the text of an answer or a look: the statement without a model's words around it, and whether its rows are
+ordered. Only the text decides; no SQL runs here.
 
-statement_of(text) takes the first of these that is there:
-1. the text itself, where it begins as a query;
+statement_of(text) takes the first of these that exists:
+1. the text itself, if it starts as a query;
 2. the first fence (``` or ~~~, of any language, on one line or several, closed or not) that holds a query;
 3. the first query in backticks;
 4. the first query in prose: at the beginning of a line, or behind a colon;
 5. the first query in quotes: a string of JSON, as in a call of a tool;
 6. the first query in prose that begins in capitals;
-7. what stands in the first fence, or the whole text: no query, which the database says.
+7. the content of the first fence, or the whole text: it is not a query, so the database reports an error.
 
-A query ends with a semicolon, before a fence, a line or a paragraph that is prose, or with the text. What follows a
-semicolon stays where it is a further statement, so that two statements are refused. Parentheses around a whole query
-are dropped.
+A query ends with a semicolon, before a fence, a line or a paragraph that is prose, or with the text. A further
+statement after a semicolon is kept, so that two statements are refused. Parentheses around a whole query are dropped.
 """
 import itertools
 import re
@@ -126,7 +125,7 @@ def statement_of(text):
 
 
 def without_language(block):
-    """What a fence holds, without the name of its language."""
+    """The content of a fence, without the name of its language."""
     first, _, rest = block.partition("\n")
     for content in (block, LANGUAGE.sub("", block, count=1), rest):
         if begins_as(QUERY, content):
@@ -172,7 +171,7 @@ def whole_query(text):
 
 
 def end_of(text):
-    """Where the query ends that a text begins with."""
+    """Index of the end of the query at the start of a text."""
     bare = masked(text)
     for match in ENDS.finditer(bare):
         before, after = bare[:match.start()], text[match.end():].lstrip()
@@ -187,7 +186,7 @@ def end_of(text):
 
 
 def without_parentheses(query):
-    """What stands in the parentheses around a whole query; None where there are none."""
+    """The query inside parentheses around a whole query; None if there are none."""
     bare = masked(query).rstrip("; \n")
     depths = list(itertools.accumulate({"(": 1, ")": -1}.get(sign, 0) for sign in bare))
     is_whole = bare.startswith("(") and 0 not in depths[:-1] and depths[-1] == 0

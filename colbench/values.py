@@ -1,4 +1,4 @@
-"""Values of Python as JSON data, and whether two such data are equal. Standard library alone.
+"""Python values as JSON data, and the equality of such data. Standard library only.
 
 Data are null, a text, a number, or a list of a kind and its parts: [1, (2.5,)] is ["list", 1, ["tuple", 2.5]].
 """
@@ -72,8 +72,8 @@ def encode(value, depth=0):
 
 
 def is_of_a_module(value):
-    """Whether a type is a name in an imported module, as int and collections.Counter are, or built in without a name,
-    as that of a generator; one that an answer defines has no such name, though others may define it differently."""
+    """True if a type is a name in an imported module, as int and collections.Counter are, or built in without a name,
+    as that of a generator. A type that an answer defines is not, as others may define it differently."""
     is_built_in = not value.__flags__ & HEAP_TYPE
     module = sys.modules.get(value.__module__)
     if is_built_in or getattr(module, "__spec__", None) is None:
@@ -122,7 +122,7 @@ def encode_number(value):
 
 
 def order(data):
-    """What to sort data by where their order says nothing: numbers by their size."""
+    """Sort key of data without a meaningful order: numbers by their size."""
     if data is None:
         return [0]
     if type(data) is str:
@@ -235,8 +235,8 @@ def numbers_in(data):
 
 
 def tolerance_of(numbers, rounding=None):
-    """How much floats may differ by rounding in a task with these numbers. Where numbers cancel, what is left is off
-    by the rounding of the largest. rounding: how much that is, where `numbers` are not those that cancel."""
+    """How much floats may differ by rounding in a task with these numbers. If numbers cancel, the result is off by the
+    rounding of the largest. rounding: its size, if `numbers` are not those that cancel."""
     if rounding is None:
         rounding = min(MAX_ROUNDING, ROUNDING * max(numbers, default=0.0))
     return RELATIVE, rounding

@@ -1,4 +1,4 @@
-"""Functions that a language model writes as tasks: the prompt, the reading of a reply, the reasons to reject one."""
+"""Tasks (functions) written by a language model: the prompt, parsing a reply, reasons to reject a task."""
 import ast
 import contextlib
 import hashlib
@@ -90,7 +90,7 @@ def code_in(description, code):
 
 
 def written_task(reply, ended):
-    """The task in a reply, not run yet, or "reason: detail"."""
+    """The task in a reply, whose tests have not run yet, or "reason: detail"."""
     written = parse_reply(reply)
     if written is None:
         return "no JSON object" if ended else "cut by --max-new-tokens"
@@ -128,7 +128,7 @@ def written_task(reply, ended):
 
 
 def repeat_reason(task, seen):
-    """Why a task repeats one of `seen` = (bodies, sets of word triples), or None: then it joins."""
+    """Why a task repeats one of `seen` = (bodies, sets of word triples); None if it does not: it is then added."""
     bodies, kept_triples = seen
     name = task["test_cases"]["test1"].split("(")[0]
     _, code = bare_code(task["ground_truth"])

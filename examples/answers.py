@@ -1,12 +1,12 @@
-"""A fork of 04: SWEET-RL that keeps the agent's ability to answer, by the logged answers that were right.
+"""A fork of 04: SWEET-RL that keeps the agent's ability to answer, by training on right answers from the log.
 
 Reads   trajectories.jsonl (02), a model, and a critic (03).
-Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with), and
-        candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
+Writes  a model folder with metrics.jsonl and agent.json (its system prompt in training), candidates.jsonl (without
+        --candidates), scored.jsonl and pairs.jsonl.
 
-04 --method sweet with two more flags, for what the paper lacks:
---answer-coef C       eq. 4 has a further term, C times the mean NLL of a right answer from the log, drawn once for
-                      each example, so that an agent that learns to ask does not forget how to answer.
+04 --method sweet with two more flags, which are not in the paper:
+--answer-coef C       adds C times the mean NLL of a right answer to eq. 4, so that an agent that learns to ask does not
+                      forget how to answer. The answer is drawn from the log, once for each example.
 --answers-by-outcome  No pair chooses an answer, except in the last turn of a logged dialogue whose answer was right: a
                       critic that sees c overrates lucky guesses.
 
@@ -34,7 +34,7 @@ policy = importlib.import_module("04_train_policy")
 # loss
 
 def answers_losses(scorer, batch, examples, ref_logps, job, answer_coef):
-    """04's preference_losses, where --answer-coef adds the NLL of right answers, once for each pair."""
+    """04's preference_losses; --answer-coef adds the NLL of right answers, once for each pair."""
     logps = scorer(batch)                                            # (B, M)
     losses = policy.preference_losses(lambda _: logps, batch, examples, ref_logps, job)
     if answer_coef:
@@ -45,17 +45,17 @@ def answers_losses(scorer, batch, examples, ref_logps, job, answer_coef):
 
 
 def answer_nlls(logps, lengths):
-    """The mean NLL of the right answer of each example, (examples,): of the second of its two items, one action.
+    """The mean NLL of each example's right answer, (examples,). It is the second of the two items, with one action.
     logps, lengths: (B, M) of all items."""
     return -logps[1::2].sum(1) / lengths[1::2].sum(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# right answers that are logged
+# logged right answers
 
 def read_right_answers(trajectories, tokenizer, job):
-    """An item of the last turn of each successful trajectory, if it is short enough, whose action tokens are those that
-    state the answer: not that the agent answers, but what. InputError where there is none."""
+    """An item for the last turn of each successful trajectory that fits --max-length. Only the tokens that state the
+    answer are action tokens, not the decision to answer. Raises InputError if there is none."""
     successful = [t for t in trajectories if domain_of(t["task"]).eval_score(t) == 1]
     items = []
     for trajectory in successful:
@@ -71,7 +71,7 @@ def read_right_answers(trajectories, tokenizer, job):
     if not items:
         raise InputError(f"{job.path}: --answer-coef: no successful dialogue whose last turn states an answer")
     say(f"{len(items):,} right answers of {len(trajectories):,} trajectories (--answer-coef); "
-        f"{len(successful) - len(items):,} more do not stand in the last turn, or are longer than --max-length with it")
+        f"{len(successful) - len(items):,} more are not in the last turn, or exceed --max-length")
     return items
 
 
@@ -90,8 +90,8 @@ def with_right_answers(examples, right_answers, seed):
 
 
 def turns_of_right_answers(trajectories, path):
-    """Names (04's name_of) of the turns whose logged answers were right: the last ones of successful dialogues.
-    InputError, which names the file `path`, where there is none."""
+    """Names (04's name_of) of the turns whose logged answers were right: the last turns of successful dialogues.
+    Raises InputError, which names the file `path`, if there is none."""
     names = set()
     for trajectory in trajectories:
         if domain_of(trajectory["task"]).eval_score(trajectory) == 1:
@@ -106,14 +106,14 @@ def turns_of_right_answers(trajectories, path):
 # pairs that choose no unproven answer
 
 def allowed_pairs(right_turns, row, pairs_per_turn, rng):
-    """04's candidate_pairs, which may choose an answer in the `right_turns` (turns_of_right_answers) alone."""
+    """04's candidate_pairs, which may choose an answer only in the `right_turns` (turns_of_right_answers)."""
     barred = [] if policy.name_of(row) in right_turns else answering_candidates(row)
     return policy.candidate_pairs(row, pairs_per_turn, rng, barred)
 
 
 def answering_candidates(row):
-    """The numbers of the candidates that are answers, so that the dialogue would end with them: in the last round all,
-    as 02 takes whatever is said there for the answer."""
+    """Numbers of the candidates that are answers, i.e. would end the dialogue. In the last round these are all, because
+    02 takes any message there as the answer."""
     domain = domain_of(row["task"])
     answers = []
     for number, text in enumerate(policy.state_of(row).texts):

@@ -28,14 +28,14 @@ MESSAGES = {"system": ChatMessageSystem, "user": ChatMessageUser, "assistant": C
 
 @functools.cache
 def environment(domain):
-    """The scorer and the simulator of a domain, from the first use to the end of this process."""
+    """The scorer and the simulator of a domain, open from the first use to the end of this process."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(domain.Environment())
 
 
 async def reply_to(row, history, simulator):
-    """What the environment (a look into a database), or the user simulator, says next."""
+    """The next reply: by the environment (a look into a database) or by the user simulator."""
     domain = domain_of(row)
     if reply := await environment(domain).tool_reply(row, history):
         return reply

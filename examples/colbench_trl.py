@@ -1,11 +1,11 @@
-"""ColBench as an environment of TRL's GRPOTrainer (1.16): two tools, `ask` and `submit`, and a reward a dialogue.
+"""ColBench as an environment of TRL's GRPOTrainer (1.16): two tools, `ask` and `submit`, and one reward per dialogue.
 
     pip install "trl>=1.16,<1.17"
     PYTHONPATH=. python examples/colbench_trl.py --tasks out/train.jsonl --model Qwen/Qwen3-0.6B --out out/grpo
 
 The tasks are a file of 01_generate_tasks.py, of Python functions. The user simulator is rule-based. The reward is the
-share of hidden tests that the submitted code passes, by the confined scorer. TRL must know the model's chat template
-as one with tools; its `environment_factory` is experimental. Further settings (memory, batches) are those of
+share of hidden tests that the submitted code passes, by the confined scorer. TRL must recognise the model's chat
+template as one with tools; its `environment_factory` is experimental. Further settings (memory, batches) are those of
 GRPOConfig.
 """
 import argparse
@@ -25,7 +25,7 @@ SYSTEM = ("You help a person with one Python function. The request leaves things
 
 
 class ColBench:
-    """One dialogue. TRL runs several at a time. All public methods but reset and get_reward are tools."""
+    """One dialogue. TRL runs several at a time. All public methods except reset and get_reward are tools."""
 
     def __init__(self, environment):
         self.environment = environment
@@ -69,7 +69,7 @@ def main():
     for task in read_jsonl(args.tasks, {"problem_description": str}):
         request = {"role": "user", "content": task["problem_description"]}
         prompt = [{"role": "system", "content": SYSTEM}, request]
-        rows.append({"task": json.dumps(task), "prompt": prompt})   # a text: tasks differ in their fields
+        rows.append({"task": json.dumps(task), "prompt": prompt})   # JSON text, because tasks differ in their fields
     config = GRPOConfig(args.out, max_steps=args.steps, num_generations=8, per_device_train_batch_size=8,
                         max_completion_length=1024, max_tool_calling_iterations=10, logging_steps=1, report_to="none",
                         bf16=is_torch_bf16_gpu_available())

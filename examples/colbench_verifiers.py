@@ -1,4 +1,4 @@
-"""ColBench as an environment of the package verifiers (0.4), which prime-rl and others train with.
+"""ColBench as an environment of the package verifiers (0.4), which prime-rl and other trainers use.
 
     pip install "verifiers>=0.4,<0.5" uv
     PYTHONPATH=.:examples vf-eval colbench_verifiers --env.taskset.tasks out/test.jsonl --model NAME \\
@@ -36,7 +36,7 @@ class ColBenchData(vf.TaskData):
 
 @functools.cache
 def environment(domain):
-    """The scorer and the user simulator of a domain, from the first use to the end of this process."""
+    """The scorer and the user simulator of a domain, open from the first use to the end of this process."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(domain.Environment())
@@ -45,7 +45,7 @@ def environment(domain):
 class ColBenchTask(vf.Task[ColBenchData]):
     @vf.reward
     async def tests_passed(self, trace: vf.Trace) -> float:
-        """The return of the dialogue in `trace`; 0 where it ended without an answer."""
+        """The return of the dialogue in `trace`; 0 if it ended without an answer."""
         domain, is_last = domain_of(self.data.row), len(trace.assistant_messages) == self.data.max_rounds
         answer = domain.answer_of([{"role": "assistant", "content": domain.shown(trace.last_reply)}], is_last)
         return 0.0 if answer is None else (await environment(domain).score([(self.data.row, answer)]))[0]["reward"]

@@ -1,10 +1,10 @@
 """A fork of 04: privileged self-distillation, in place of pairs.
 
-Reads   trajectories.jsonl (02) and a model. There is no critic: the teacher is this same model, which is told c.
-Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with).
+Reads   trajectories.jsonl (02) and a model. There is no critic: the teacher is the same model, which is told c.
+Writes  a model folder with metrics.jsonl and agent.json (its system prompt in training).
 
-At each token of the agent's own turns the loss is the divergence, over the whole vocabulary, between the policy and the
-model at the start with c in front.
+At each token of the agent's turns the loss is the divergence, over the whole vocabulary, between the policy and the
+initial model with c in front.
 
     python -m examples.distill --trajectories out/offline.jsonl --model models/tiny --out out/distill
     torchrun --nproc-per-node 8 -m examples.distill --divergence forward …
@@ -28,10 +28,10 @@ policy = importlib.import_module("04_train_policy")
 # loss
 
 def token_kls(projection, hidden, teacher_projection, teacher_hidden, direction):
-    """KL divergences (N,) float32 between what follows the states `hidden` (N, H) by the output projection and the
-    states of a teacher by its own, over the whole vocabulary.
+    """KL divergences (N,) float32, over the whole vocabulary, between the next-token distributions of the states
+    `hidden` (N, H) and of a teacher's states, each with its own output projection.
 
-    "forward": KL(teacher || policy), which covers what the teacher does; "reverse": KL(policy || teacher)."""
+    "forward": KL(teacher || policy), which is mode-covering; "reverse": KL(policy || teacher)."""
     def kls_of(logits, teacher_hidden):
         logps = F.log_softmax(logits, -1)                                                        # (n, V)
         teacher_logps = F.log_softmax(teacher_projection.logits(teacher_hidden), -1)       # (n, V)
@@ -42,8 +42,8 @@ def token_kls(projection, hidden, teacher_projection, teacher_hidden, direction)
 
 
 def distill_losses(scorer, batch, examples, ref_logps, teacher, direction):
-    """The divergence from the teacher, a model, at all tokens of each example: {"loss": (examples,)}, as 04's
-    losses_of."""
+    """The divergence from the teacher (a model), summed over the action tokens of each example: {"loss": (examples,)},
+    for 04's losses_of."""
     informed = [item for example in examples for item in example.informed]
     teacher_batch = scorer.collate(informed, batch.ids.device)
     teacher_hidden = before_actions(hidden_states(teacher, teacher_batch), teacher_batch)                     # (N, H)
@@ -56,7 +56,7 @@ def distill_losses(scorer, batch, examples, ref_logps, teacher, direction):
 
 
 def before_actions(hidden, batch):
-    """The state of the token before each action token, (N, H), of all states (R, T, H)."""
+    """The states (N, H) of the tokens before each action token; hidden: all states (R, T, H)."""
     r, t = batch.action_tokens
     return hidden[r, batch.previous[r, t]]
 
@@ -64,7 +64,7 @@ def before_actions(hidden, batch):
 # ---------------------------------------------------------------------------------------------------------------------
 # examples
 
-# common.Example, and the items that the teacher reads in place of `items`
+# common.Example, plus the items that the teacher reads in place of `items`
 TaughtExample = collections.namedtuple("TaughtExample", "items pairs task_id informed")
 
 
@@ -93,7 +93,7 @@ def main(argv=None):
     examples = [TaughtExample(*plain[i], informed[i].items) for i in job.fitting_numbers(informed)]
     job.output.begin()
 
-    # the model at the start, whole on each rank, without gradients
+    # the initial model, a full copy on each rank, without gradients
     teacher = load_model(args.model, job.run.device, args.dtype)[0].eval().requires_grad_(False)
     losses_of = functools.partial(distill_losses, teacher=teacher, direction=args.divergence)
     note_prompt(args.out, trajectories)

@@ -1,17 +1,17 @@
-"""A fork of 04: candidates ranked by what the user's reply reveals about c, in place of a critic.
+"""A fork of 04: candidates ranked by what the user's reply reveals about c, instead of by a critic.
 
 Reads   trajectories.jsonl (02) and a model. There is no critic to train.
-Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with), and
-        candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
+Writes  a model folder with metrics.jsonl and agent.json (its system prompt in training), candidates.jsonl (without
+        --candidates), scored.jsonl and pairs.jsonl.
 
-As 04 --method sweet, but each candidate a is scored by the initial model alone. A question gets its reply from the
-rule-based user simulator (a look: from the database), and is worth what that says about the solution c:
+Same as 04 --method sweet, but only the initial model scores each candidate a. A question gets a reply from the
+rule-based user simulator (a look: from the database). Its score is the information in the reply about the solution c:
     max(0, log p(c | o_t, a, reply, m) - log p(c | o_t, m))      in nats
-where m opens an answer (a function's: "I WANT TO ANSWER:"). It is read, not counted: a prompt's "(last round)" makes
-an answer likelier, which says nothing about c.
-An answer is worth how much likelier c makes it, a mean over its tokens, as with 04 --critic untrained:
+m opens an answer (a function's: "I WANT TO ANSWER:"). Its own probability is not counted: a prompt's "(last round)"
+makes an answer likelier, which says nothing about c.
+The score of an answer is how much likelier c makes it, a mean over its tokens, as with 04 --critic untrained:
     log p(a | o_t, c) - log p(a | o_t)
-So a question whose reply is already known is worth next to nothing. Pairs of candidates and eq. 4 are 04's.
+So a question whose reply is already known scores almost 0. Pairs of candidates and eq. 4 are those of 04.
 The idea is that of arXiv 2602.12342 and 2510.14967, which reward turns of whole dialogues.
 
     python -m examples.gain --trajectories out/offline.jsonl --model models/tiny --out out/gain
@@ -32,11 +32,10 @@ from lib.tokens import continuation, end_of_turn, note_prompt, prompt_text, show
 policy = importlib.import_module("04_train_policy")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what candidates are worth
+# scores of candidates
 
 def worths(environment, rows, critic):
-    """What every candidate of the rows is worth, a list for each row: by gains() or, of an answer, by the untrained
-    critic."""
+    """The score of every candidate, a list for each row: by gains() or, for an answer, by the untrained critic."""
     scores = policy.score_rows(rows, critic)
     gain_of = gains(environment, rows, critic)
     for number, row in enumerate(rows):
@@ -47,8 +46,8 @@ def worths(environment, rows, critic):
 
 
 def gains(environment, rows, critic):
-    """{(number of a row, text): log p(c | o_t, text, reply, m) - log p(c | o_t, m), at least 0} of all candidates of
-    the rows that are no answers."""
+    """{(number of a row, text): log p(c | o_t, text, reply, m) - log p(c | o_t, m), at least 0} for all candidates that
+    are not answers."""
     tokenizer = critic.tokenizer
     before = [solution_item(tokenizer, row["prompt"], row["task"]) for row in rows]
     after = {}                                                       # {(number of a row, text): an item}
@@ -96,7 +95,7 @@ def reply_to(task, history, environment):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def with_agents(rows, trajectories):
-    """The rows with what the agent's prompt after a reply is made with (prompt_text)."""
+    """The rows with the system prompt and template arguments of the agent's prompt after a reply (prompt_text)."""
     by_name = {policy.name_of(trajectory): trajectory for trajectory in trajectories}
     prepared = []
     for row in rows:
@@ -131,7 +130,7 @@ def main(argv=None):
         raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")
     critic = common.untrained_critic(args.model)
 
-    # as in 04, but for what scores candidates
+    # as in 04, except the score of candidates
     states = policy.read_states(trajectories, tokenizer, args.data_frac, args.seed)
     states = policy.fitting_states(states, tokenizer, critic, args.max_new_tokens, job)
     sampling = flags.pick(policy.Sampling, vars(args))
@@ -140,7 +139,7 @@ def main(argv=None):
     job.output.begin()
     rows = rows or policy.sample_candidates(states, sampler, sampling, job)
     sampler = None
-    options = {**vars(args), "similarity": None}                     # it replies, and scores nothing
+    options = {**vars(args), "similarity": None}                     # it only replies and does not score
     with data.environment(domain, f"{args.out}.images", None, options) as environment:
         score = functools.partial(worths, environment)
         rows = policy.score_candidates(with_agents(rows, trajectories), critic, job, score)

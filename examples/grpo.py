@@ -1,21 +1,21 @@
-"""A fork of 04: policy gradient with group baselines (GRPO), in place of pairs.
+"""A fork of 04: policy gradient with group baselines (GRPO), instead of pairs.
 
 Reads   trajectories.jsonl (02) that --model sampled itself, that model, and with --critic a critic (03).
-Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with), and with --critic
+Writes  a model folder with metrics.jsonl and agent.json (its system prompt in training); with --critic also
         advantages.jsonl, the critic's A(o_t, a_t, c) (eq. 3) of each turn.
 
-Each agent token of a trajectory has an advantage, which is the same for all tokens of a turn:
+All agent tokens of a turn have the same advantage:
 without --critic   the trajectory's return, standardised: (return - mean) / deviation of its task's returns
 --critic DIR       the critic's advantage of the turn, standardised over all turns of the task's trajectories
---signed           the outcome gives the sign of a turn, the critic its size: the advantage by the return, times
+--signed           the outcome sets the sign of a turn, the critic its size: the advantage by the return, times
                    |A(o_t, a_t, c)| over the trajectory's mean of it. All turns of a success rise and all turns of a
-                   failure fall, more so where the critic sees a large advantage. The idea is that of arXiv 2604.03128,
+                   failure fall, in proportion to the critic's advantage. The idea is that of arXiv 2604.03128,
                    2605.19447, 2606.12634, whose teacher sees the solution.
 The ratio of a token's probability to that under the initial model is clipped as in PPO.
-The variant, against what is called GRPO elsewhere:
-    deviation    the population's, as in DeepSeekMath (arXiv 2402.03300); Dr. GRPO (arXiv 2503.20783) leaves it out
+Differences between variants of GRPO; this one has:
+    deviation    the population's, as in DeepSeekMath (arXiv 2402.03300); Dr. GRPO (arXiv 2503.20783) omits it
     loss         a mean over all tokens of a batch, as in DAPO (arXiv 2503.14476), not over trajectories
-    clip         the same up and down, as in DeepSeekMath; DAPO clips higher above
+    clip         the same up and down, as in DeepSeekMath; DAPO has a higher upper limit
     KL           r log r - r + 1 with r = p / p_start; DeepSeekMath has 1/r - 1 + log r. Off by default
 
     python -m examples.grpo --trajectories out/offline.jsonl --model models/tiny --lr 3e-4 --out out/grpo
@@ -43,13 +43,14 @@ policy = importlib.import_module("04_train_policy")
 # loss
 
 def clipped_losses(log_ratios, advantages, lengths, clip, kl_coef):
-    """Minus PPO's objective, summed over the tokens of each trajectory: (losses (B,), {name: (B,)} for the log).
+    """PPO's negative objective, summed over the tokens of each trajectory: (losses (B,), {name: (B,)} for the log).
 
-    Of a token it is min(r A, clip(r, 1 - clip, 1 + clip) A), where r is its probability over that under the model which
-    sampled it, less kl_coef times an estimate of KL(policy || that model) that is never negative: r log r - r + 1.
+    The objective of a token is min(r A, clip(r, 1 - clip, 1 + clip) A) - kl_coef (r log r - r + 1). r is the ratio of
+    its probability to that under the model which sampled it; r log r - r + 1 is a non-negative estimate of
+    KL(policy || that model).
 
-    log_ratios, advantages   log r and A of each token (an action of its own), (B, M)
-    lengths                  (B, M), 1, or 0 where there is no such token"""
+    log_ratios, advantages   (B, M) log r and A of each token, which is an action by itself
+    lengths                  (B, M) 1; 0: no such token"""
     ratios = log_ratios.exp()                                                                     # (B, M)
     clipped = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)   # (B, M)
     objectives = clipped - kl_coef * (ratios * log_ratios - ratios + 1)                           # (B, M)
@@ -65,11 +66,11 @@ EQUAL = 1e-6                                                         # a smaller
 
 
 def turn_advantages(returns, turn_scores, task_ids, is_signed):
-    """Of each trajectory a list of advantages: one of all turns, or with a critic one of each turn. None where all
-    trajectories of its task are equally good, [] where it has no scores, as it is too long for the critic.
+    """A list of advantages for each trajectory: one for all turns, or with a critic one per turn. None: all
+    trajectories of its task are equally good. []: it has no scores, as it is too long for the critic.
 
     returns, task_ids   of each trajectory
-    turn_scores         None, or of each trajectory the critic's number of each turn"""
+    turn_scores         None, or for each trajectory the critic's score of each turn"""
     if turn_scores and not is_signed:
         return group_advantages(turn_scores, task_ids)
     advantages = group_advantages([[number] for number in returns], task_ids)
@@ -81,8 +82,8 @@ def turn_advantages(returns, turn_scores, task_ids, is_signed):
 
 
 def group_advantages(values, task_ids):
-    """`values`, a list of numbers for each trajectory, less the mean of the numbers of its group (the trajectories of
-    its task), over their standard deviation; None for those of a group whose numbers are all equal."""
+    """`values` (a list of numbers for each trajectory), standardised over all numbers of the group, which is the
+    trajectories of a task; None if all numbers of the group are equal."""
     groups = collections.defaultdict(list)
     for numbers, task in zip(values, task_ids):
         groups[task] += numbers
@@ -98,8 +99,7 @@ def group_advantages(values, task_ids):
 
 
 def advantage_shares(turns):
-    """What each turn of a trajectory has of its advantage: the size of its score over their mean; 1 where all are
-    0."""
+    """The factor of each turn: the absolute value of its score over their mean; 1 if all are 0."""
     sizes = [abs(number) for number in turns]
     mean = statistics.fmean(sizes or [0.0])
     return [size / mean if mean > EQUAL else 1.0 for size in sizes]
@@ -108,24 +108,24 @@ def advantage_shares(turns):
 # ---------------------------------------------------------------------------------------------------------------------
 # examples
 
-# common.Example, and an advantage for each agent token, in their order (tokens,)
+# common.Example, plus an advantage for each agent token, in their order (tokens,)
 GroupExample = collections.namedtuple("GroupExample", "items pairs task_id advantages")
 
 
 def say_whose(trajectories, model):
-    """Say how many trajectories are not what the objective takes them for, samples of the model's probabilities."""
+    """Warn about trajectories that are not samples of the model's own distribution, as the objective assumes."""
     num_foreign = sum(os.path.realpath(str(t.get("agent"))) != os.path.realpath(model) for t in trajectories)
     num_changed = sum(t.get("temperature", 1) != 1 or t.get("best_of", 1) != 1 for t in trajectories)
     if num_foreign or num_changed:
         say(f"of {len(trajectories):,} trajectories {num_foreign:,} are of another agent than --model {model}, and "
-            f"{num_changed:,} not sampled at temperature 1 without --best-of: no samples of the model's own "
-            "probabilities")
+            f"{num_changed:,} not sampled at temperature 1 without --best-of: they are not samples of the model's own "
+            "distribution")
 
 
 def score_trajectories(trajectories, critic, job):
-    """The critic's advantage of each turn, kept in advantages.jsonl; [] where it is too long."""
+    """The critic's advantage of each turn, saved in advantages.jsonl; [] for a trajectory that is too long."""
     path = job.output.path / "advantages.jsonl"
-    if path.exists():                                                # of a run that was interrupted later
+    if path.exists():                                                # left by an interrupted run
         return [row["advantages"] or [] for row in read_rows(path)]
     critic.load(job.load, job.max_tokens)
     turn_scores = critic.score_turns(trajectories)
@@ -138,14 +138,14 @@ def score_trajectories(trajectories, critic, job):
 
 
 def token_examples(examples, advantages):
-    """The examples that have advantages (turn_advantages), each agent token an action of its own, so that a Scorer
-    gives a log-probability for each."""
+    """The examples that have advantages (turn_advantages). Each agent token becomes an action, so that a Scorer returns
+    a log-probability for each token."""
     ready = []
     for example, numbers in zip(examples, advantages):
         if not numbers:
             continue
         [item] = example.items
-        if len(numbers) == 1:                                        # of all turns
+        if len(numbers) == 1:                                        # one for all turns
             numbers = numbers * num_actions(item)
         turns = [number for row in item for number in row.action_ids if number >= 0]
         tokens = torch.tensor([numbers[turn] for turn in turns])                                  # (tokens,)
@@ -154,7 +154,7 @@ def token_examples(examples, advantages):
 
 
 def token_item(item):
-    """An item whose agent tokens are actions of their own."""
+    """The item with each agent token as a separate action."""
     numbers = itertools.count()
     rows = []
     for row in item:
@@ -166,7 +166,7 @@ def token_item(item):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def grpo_losses(scorer, batch, examples, ref_logps, clip, kl_coef):
-    """clipped_losses of a micro-batch, as 04's preference_losses."""
+    """clipped_losses of a micro-batch, like 04's preference_losses."""
     advantages = padded_outputs([[example.advantages] for example in examples], ref_logps.device)               # (B, M)
     log_ratios = scorer(batch) - ref_logps                           # (B, M): of each token
     losses, numbers = clipped_losses(log_ratios, advantages, batch.lengths, clip, kl_coef)
@@ -199,7 +199,7 @@ def main(argv=None):
         critic = policy.open_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
         common.must_read_text(critic)
         if critic.score == "value":
-            raise InputError(f"{args.critic}: grpo takes a critic that has advantages, not values (03 --score)")
+            raise InputError(f"{args.critic}: grpo needs a critic that outputs advantages, not values (03 --score)")
     data.fill_rewards(trajectories, job.output)
     say_whose(trajectories, args.model)
     groups = [(i,) for i in range(len(trajectories))]
@@ -214,7 +214,7 @@ def main(argv=None):
     advantages = turn_advantages(returns, turn_scores, [example.task_id for example in examples], args.signed)
     ready = token_examples(examples, advantages)
     num_long = (turn_scores or []).count([])
-    counts = (f"{len(examples) - len(ready) - num_long:,} of {len(examples):,} trajectories are left out: all those of "
+    counts = (f"{len(examples) - len(ready) - num_long:,} of {len(examples):,} trajectories dropped: all those of "
               f"their task are equally good; {num_long:,} more are too long for the critic (--max-tokens "
               f"{args.max_tokens})")
     if not ready:

@@ -1,4 +1,4 @@
-"""Plumbing, which a reader of the method may skip."""
+"""Infrastructure; a reader of the method can skip it."""
 import importlib.util
 import sys
 

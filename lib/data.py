@@ -1,4 +1,5 @@
-"""Tasks and trajectories: the kinds of their rows, reading, rewards that are missing, and what scores answers."""
+"""Tasks and trajectories: the kinds of their rows, reading, missing rewards, and the environments that score answers.
+"""
 import asyncio
 import collections
 import hashlib
@@ -9,29 +10,29 @@ from colbench.schema import label, list_of, nullable, one_of, record, token_ids,
 from lib.runtime import InputError, on_main, read_jsonl, say
 
 # ---------------------------------------------------------------------------------------------------------------------
-# environments: what scores answers and draws pages (colbench)
+# environments, which score answers and render pages (colbench)
 
-# Flags that an environment may take, and their values where they are not set
+# Flags that an environment may take, and their defaults
 ENVIRONMENT_FLAGS = {"unsafe_scorer": False, "compat": False, "browser": None, "similarity": "clip", "clip_model": None}
 
 
 def environment(domain, images, rows_in, flags, device="cpu"):
-    """The environment of a domain, which is given what it TAKES of a stage's `flags` ({name: value}; it need not
-    have all of ENVIRONMENT_FLAGS). InputError for a flag that is set and that it does not take."""
+    """The environment of a domain, with those of a stage's `flags` that it TAKES ({name: value}; ENVIRONMENT_FLAGS may
+    be missing). Raises InputError if another flag is set."""
     takes = domain.Environment.TAKES
     options = {"images": images, "rows_in": rows_in, "device": device}
     for name, default in ENVIRONMENT_FLAGS.items():
         options[name] = flags.get(name, default)
         is_set = options[name] not in (None, default)
         if is_set and name not in takes and name != "unsafe_scorer":
-            raise InputError(f"--{name.replace('_', '-')} does nothing for a {domain.NOUN}; leave it out")
+            raise InputError(f"--{name.replace('_', '-')} has no effect for a {domain.NOUN}; leave it out")
     return domain.Environment(**{name: options[name] for name in takes})
 
 
 @on_main
 def show_documents(domain, output, documents):
-    """What shows documents to a visual critic, on rank 0: {document: image file, None where it cannot be rendered}, by
-    an environment that each call opens. Says how many cannot be. output: the stage's (runtime.Output)."""
+    """Render documents for a visual critic on rank 0: {document: image file, None if it cannot be rendered}. Each call
+    opens an environment. Reports how many failed. output: the stage's (runtime.Output)."""
     options = {**output.arguments, "similarity": None}
     with environment(domain, f"{output.path}.images", None, options) as browser:
         files = asyncio.run(browser.show(documents))
@@ -44,7 +45,7 @@ def show_documents(domain, output, documents):
 # ---------------------------------------------------------------------------------------------------------------------
 # tasks and trajectories
 
-# The kinds of rows, with all fields that some stage uses (colbench/schema.py); further ones are kept as they are.
+# The kinds of rows, with all fields that some stage uses (colbench/schema.py). Other fields are kept unchanged.
 TURN = record({"role": one_of("user", "assistant"), "content": str},
               {"input": str, "output": str, "output_ids": token_ids, "truncated": bool, "leak": str, "tool": bool,
                "render_fault": str})
@@ -59,27 +60,27 @@ TRAJECTORY = record(
 
 
 def check_task(task, where, first):
-    """An error, which begins with `where`, for a task that its domain does not take, or of another domain than the
-    `first` task of the file."""
+    """Raises InputError, which starts with `where`, if a task's domain rejects it, or if it is of another domain than
+    the `first` task of the file."""
     domain = domain_of(task, where)
     domain.check_task(task, where)
     if domain is not domain_of(first):
         raise InputError(f"{where}: a task of another domain ({domain.NOUN}s) than in the lines before; keep each "
-                         "domain in files of its own")
+                         "domain in separate files")
 
 
 def check_ids(tasks, names, path):
-    """InputError where one of the names (task_id) stands for tasks with different solutions: their dialogues would be
-    compared as if they were of one task."""
+    """Raises InputError if a name (task_id) has tasks with different solutions: their dialogues would be compared as if
+    they were of one task."""
     solutions = {}
     for task, name in zip(tasks, names):
         if solutions.setdefault(name, task["ground_truth"]) != task["ground_truth"]:
-            raise InputError(f'{path}: two tasks with different solutions have the "task_id" {name}; give each a name '
-                             'of its own, or leave out the key "task_id" everywhere')
+            raise InputError(f'{path}: two tasks with different solutions have the "task_id" {name}; give each its own '
+                             'name, or leave out the key "task_id" everywhere')
 
 
 def task_fault(row):
-    """What is wrong with a row, before its domain looks at it (a kind of schema.py)."""
+    """Fault of a task row, before its domain checks it (a kind of schema.py)."""
     if type(row) is dict and ("dialogue_history" in row or "messages" in row):
         return "is a dialogue, not a task; 01_generate_tasks.py makes tasks"
     return record({})(row)
@@ -93,17 +94,17 @@ def read_tasks(path):
 
 
 def dialogue_fault(row):
-    """What is wrong with a row (a kind of schema.py); of a dialogue of another program check_trajectory tells."""
+    """Fault of a trajectory row (a kind of schema.py). check_trajectory checks dialogues of other programs."""
     if type(row) is dict and row.get("messages") is not None:
         return None
     if type(row) is dict and "ground_truth" in row and "task" not in row:
-        return "is a task, not a dialogue; 02_rollout.py makes dialogues of tasks"
+        return "is a task, not a dialogue; 02_rollout.py makes dialogues from tasks"
     return TRAJECTORY(row)
 
 
 def check_trajectory(row, where, first):
-    """InputError for what is no trajectory of the same domain as the `first`. A dialogue that another program has made
-    ({"messages", "reward"}, colbench/own.py) becomes a trajectory."""
+    """Raises InputError if a row is not a trajectory of the same domain as the `first`. A dialogue made by another
+    program ({"messages", "reward"}, colbench/own.py) becomes a trajectory."""
     if row.get("messages") is not None:
         trajectory = own.as_trajectory(row, where)
         row.clear()
@@ -116,20 +117,20 @@ def check_trajectory(row, where, first):
 def read_trajectories(path, num_trajectories=None, seed=0):
     """The trajectories of a file, each with "task_id" and "sample", which together name one dialogue.
 
-    Published files have neither: "task_id" is then a hash of the task, "sample" counts a task's dialogues from 0 in
+    Published files have neither: "task_id" is then a hash of the task, and "sample" counts a task's dialogues from 0 in
     the order of the file.
-    num_trajectories: take those of whole tasks, in an order that `seed` shuffles, until there are so many. Subsets of
-    one seed are nested."""
+    num_trajectories: add whole tasks, in an order shuffled by `seed`, until there are this many. Subsets with the same
+    seed are nested."""
     trajectories = read_jsonl(path, dialogue_fault, check_trajectory)
     samples = collections.defaultdict(set)
     for trajectory in trajectories:
         name = trajectory.get("task_id") or task_id(trajectory["task"])
         trajectory["task_id"] = name
-        of_task = samples[name, trajectory.get("run")]              # "run": of several runs that 05 has joined
+        of_task = samples[name, trajectory.get("run")]              # "run": if 05 has joined several runs
         sample = trajectory.setdefault("sample", len(of_task))
         if sample in of_task:
-            raise InputError(f'{path}: two dialogues of task {name} have "sample" {sample}; give each a number of its '
-                             'own, or leave out the key "sample" everywhere')
+            raise InputError(f'{path}: two dialogues of task {name} have "sample" {sample}; give each its own number, '
+                             'or leave out the key "sample" everywhere')
         of_task.add(sample)
     tasks = [trajectory["task"] for trajectory in trajectories]
     names = [trajectory["task_id"] for trajectory in trajectories]
@@ -142,7 +143,7 @@ def read_trajectories(path, num_trajectories=None, seed=0):
 
 
 def subset_of_tasks(trajectories, num_trajectories, seed):
-    """At least so many trajectories, all those of the first tasks in an order that `seed` shuffles."""
+    """At least this many trajectories: all those of the first tasks, in an order shuffled by `seed`."""
     def place(trajectory):
         return hashlib.sha256(f"{seed} {trajectory['task_id']}".encode(errors="replace")).digest()
     subset = []
@@ -154,8 +155,8 @@ def subset_of_tasks(trajectories, num_trajectories, seed):
 
 
 def fill_rewards(trajectories, output):
-    """Give trajectories that have no "reward" (published ones may not) what their environment says.
-    output: the stage's (runtime.Output). InputError where they cannot be scored here."""
+    """Score the trajectories that have no "reward", as some published ones.
+    output: the stage's (runtime.Output). Raises InputError if they cannot be scored here."""
     unscored = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
     if unscored:
         for trajectory, verdict in zip(unscored, missing_verdicts(unscored, trajectories, output)):
@@ -165,16 +166,16 @@ def fill_rewards(trajectories, output):
 
 @on_main
 def missing_verdicts(unscored, trajectories, output):
-    """What the environment says of the answers of `unscored`, which are some of the trajectories."""
+    """The environment's verdicts on the answers of `unscored`, a subset of the trajectories."""
     domain, out = domain_of(unscored[0]["task"]), output.path
     try:
         with environment(domain, f"{out}.images", out.parent, output.arguments) as scorer:
             for key, value in scorer.about.items():
                 if any(t.get(key, value) != value for t in trajectories):
-                    raise InputError(f'{len(unscored):,} dialogues have no "reward", and others have it by another '
+                    raise InputError(f'{len(unscored):,} dialogues have no "reward", and others were scored by another '
                                      f"{key} than {value}: two scales; score all with 05 first")
             answers = [(t["task"], t["answer"]) for t in unscored]
             return asyncio.run(scorer.score(answers))
     except InputError as error:
-        raise InputError(f'{len(unscored):,} dialogues have no "reward": {error}. 05_evaluate.py has all flags of '
-                         "scoring; its scored/NAME.jsonl has the rewards") from None
+        raise InputError(f'{len(unscored):,} dialogues have no "reward": {error}. 05_evaluate.py has all scoring '
+                         "flags; its scored/NAME.jsonl has the rewards") from None

@@ -1,4 +1,4 @@
-"""Sampling from a local model: one batch that dialogues enter and leave at every token, with their caches."""
+"""Sampling from a local model: continuous batching with a key-value cache per dialogue."""
 import asyncio
 import collections
 import dataclasses
@@ -14,15 +14,15 @@ from lib.fast import few_sizes, Graph, has_fast_bfloat16, width_padding
 from lib.load import decoder_mask, most_positions, projection_of, sliding_window, takes_masks
 from lib.runtime import InputError, say
 
-MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
-MIN_ACTIVE_FRAC = 0.75          # at least this part of the rows of a decoding step is active
-# All kernels but cuDNN's, which takes .05 s to plan for each new shape: most prefill passes have a new one
+MAX_PADDING = 1.5               # most computed tokens of a prefill pass, relative to the missing tokens of its prompts
+MIN_ACTIVE_FRAC = 0.75          # least share of active rows in a decoding step
+# All kernels except cuDNN's, which needs .05 s to plan for each new shape: most prefill passes have a new one
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def next_tokens(logits, uniforms, temperatures):
-    """A token for each row of logits (n, V) float32: the one that its number in uniforms (n,) falls on (inverse CDF),
-    or the likeliest if its temperature in temperatures (n,) is 0."""
+    """A token for each row of logits (n, V) float32: sampled by inverse CDF with its number in uniforms (n,), or the
+    likeliest if its temperature in temperatures (n,) is 0."""
     is_greedy = temperatures == 0
     temperatures = temperatures.masked_fill(is_greedy, 1)
     cdf = torch.softmax(logits / temperatures[:, None], -1).cumsum(-1)                                # (n, V)
@@ -34,44 +34,44 @@ def next_tokens(logits, uniforms, temperatures):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """The samples that generate() is asked for."""
+    """The samples requested by a call of generate()."""
 
     prompt: list                # ids
     uniforms: list              # a list for each sample
     temperature: float
-    key: object                 # the dialogue, whose earlier requests may have left something in the cache
+    key: object                 # the dialogue; the cache may hold tokens of its earlier requests
     outputs: list               # the new ids of each sample
     future: asyncio.Future      # gets the outputs
 
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """A row of the cache, and the sample that it works for; without a request it is idle."""
+    """A row of the cache and its sample; without a request it is idle."""
 
     row: int
-    ids: list                   # whose keys and values the row holds
-    key: object = None          # the dialogue that has left them
-    kept_since: int = -1        # the decoding step at which a request got it; 0: what it holds need not be kept
+    ids: list                   # tokens whose keys and values are in the row
+    key: object = None          # the dialogue that they belong to
+    kept_since: int = -1        # the decoding step at which a request got it; 0: its tokens need not be kept
     request: Request | None = None
     output: list | None = None  # new ids
     uniforms: list | None = None
 
     def num_shared(self, request):
-        """How many of its ids begin a request's prompt; 0 if they are another dialogue's."""
+        """Length of the common prefix of its ids and a request's prompt; 0 if they are another dialogue's."""
         if self.key != request.key:
             return 0
         return len(os.path.commonprefix([self.ids, request.prompt[:-1]]))
 
     def num_missing(self):
-        """How many tokens of its prompt the row lacks, without the last one, which decoding reads."""
+        """Number of prompt tokens that the row lacks, except the last one, which decoding reads."""
         return len(self.request.prompt) - len(self.ids) - 1
 
     def last_token(self):
-        """The last token of prompt and output, which the row lacks."""
+        """The last token of prompt and output, which is not in the row yet."""
         return (self.output or self.request.prompt)[-1]
 
     def step_input(self):
-        """A row of the inputs of Engine.step(). An idle slot's token is written behind what it keeps."""
+        """A row of the inputs of Engine.step(). An idle slot's token is written after its kept tokens."""
         if not self.request:
             return 0, len(self.ids), 0.0, 0.0
         return self.last_token(), len(self.ids), self.uniforms[len(self.output)], self.request.temperature
@@ -80,25 +80,25 @@ class Slot:
 class Engine:
     """Samples from a local model for many dialogues at once.
 
-    Requests come and go as coroutines. Rows leave and enter the batch at every token. Tokens of a dialogue's earlier
-    turns that are in the cache are not computed again.
+    Requests are coroutines. Rows enter and leave the batch at every token. Cached tokens of a dialogue's earlier turns
+    are not recomputed.
 
         engine = Engine(model, stop_ids(model, tokenizer), slots=16, max_tokens=8192)
         [ids] = await engine.generate(prompt, uniforms, 1.0, key=dialogue)           # in each dialogue's coroutine
 
     slots       samples in flight; the cache has a row for each, all as long as the longest dialogue needs
-    max_tokens  the most that a prompt with its reply may have, and that a prefill pass computes
-    num_ids     only the first so many ids are sampled: the tokenizer's, if the model has logits for more
+    max_tokens  most tokens of a prompt with its reply, and of a prefill pass
+    num_ids     sample only ids below this: the tokenizer's, if the model has logits for more
 
-    stats: tokens of prompts that were computed (prefill_tokens) or found in the cache (reused_tokens); tokens and steps
-    of decoding (decode_tokens, decode_steps)."""
+    stats: prompt tokens that were computed (prefill_tokens) or found in the cache (reused_tokens); tokens and steps of
+    decoding (decode_tokens, decode_steps)."""
 
     def __init__(self, model, stops, slots, max_tokens, num_ids=None):
         from transformers import Cache
         if not takes_masks(model):
-            raise InputError(f"{model.name_or_path}: a {model.config.model_type} model, whose layers do not take masks "
-                             "and positions of our choice, cannot be sampled from here; run it as a server (http://…, "
-                             "which 04 takes as --sampler)")
+            raise InputError(f"{model.name_or_path}: cannot sample from a {model.config.model_type} model here, as its "
+                             "layers do not take our masks and positions; run it as a server (http://…, --sampler of "
+                             "04)")
         self.model = model
         self.projection = projection_of(model)
         if not has_fast_bfloat16(self.projection.weight):       # once, not in every step
@@ -115,17 +115,17 @@ class Engine:
         self.row_numbers = torch.arange(slots, device=self.device)
         self.cache = Cache(layers=[])
         self.cache.update = self.update
-        self.has_few_shapes = self.device.type == "cuda"        # of decoding steps, which are then graphs
+        self.has_few_shapes = self.device.type == "cuda"        # decoding steps become CUDA graphs, one per shape
         self.inputs = torch.zeros(slots, 4, dtype=torch.float64, device=self.device)        # of a step, see step()
-        self.graphs = {}                                        # {shape of a step: None, then its Graph}
+        self.graphs = {}                                        # {shape of a step: None at first, then its Graph}
         self.stats = collections.Counter()
 
     async def generate(self, prompt, uniforms, temperature, key=None):
         """Continuations of `prompt` (ids): N lists of new ids, the stop id included.
 
-        uniforms (N, max_new_tokens): for each sample a number in [0, 1) for each token that may be sampled.
-        temperature: at 0 the likeliest token is taken.
-        key: a dialogue's agent, say; the tokens of its earlier requests that are in the cache are used again."""
+        uniforms (N, max_new_tokens): for each sample a number in [0, 1) for each possible token.
+        temperature: 0 takes the likeliest token.
+        key: e.g. a dialogue's agent; cached tokens of its earlier requests are reused."""
         num_samples, max_new_tokens = uniforms.shape
         assert num_samples <= len(self.slots)
         assert len(prompt) + max_new_tokens <= self.max_tokens
@@ -137,7 +137,7 @@ class Engine:
         return await request.future
 
     async def run(self):
-        """Work until no request is left. Between two passes through the model the dialogues go on."""
+        """Work until no request is left. Between two forward passes the dialogues continue."""
         try:
             while self.waiting or any(slot.request for slot in self.slots):
                 for batch in self.batches(self.admit()):
@@ -145,14 +145,14 @@ class Engine:
                     await asyncio.sleep(0)
                 self.decode()
                 await asyncio.sleep(0)
-        except Exception as error:                              # out of memory, say: all who wait get it
+        except Exception as error:                              # e.g. out of memory: raised in all waiting requests
             active = [slot.request for slot in self.slots if slot.request]
             for request in [*self.waiting, *active]:
                 if not request.future.done():
                     request.future.set_exception(error)
 
     def admit(self):
-        """Give idle slots to waiting requests, first to those whose dialogue is in the cache, else as they came.
+        """Give idle slots to waiting requests: first to those whose dialogue is cached, else in order of arrival.
         Returns a list of slots for each."""
         idle = [slot for slot in self.slots if not slot.request]
         cached_keys = {slot.key for slot in idle}
@@ -170,12 +170,12 @@ class Engine:
                 slot.request = request
                 slot.output = output
                 slot.uniforms = uniforms
-            slots[0].kept_since = 1 + self.stats["decode_steps"]        # one copy of the prompt is enough for later
+            slots[0].kept_since = 1 + self.stats["decode_steps"]        # keep only one copy of the prompt
             admitted.append(slots)
         return admitted
 
     def batches(self, admitted):
-        """Batches to prefill, [[slots of a request, …], …], of prompts that lack about as many tokens."""
+        """Batches to prefill, [[slots of a request, …], …], whose prompts lack similar numbers of tokens."""
         batches, lengths = [], []
         by_length = sorted(admitted, key=lambda slots: slots[0].num_missing())
         for slots in by_length:
@@ -191,9 +191,9 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, batch):
-        """Compute the tokens of the prompt that the first slot of each request lacks, and copy them to its other slots.
-        The prompt's last token is left to decode(). Padding is written behind a slot's last token, where its next one
-        will be."""
+        """Compute the prompt tokens that the first slot of each request lacks, and copy them to its other slots.
+        decode() computes the prompt's last token. Padding is written after a slot's last token, where its next one will
+        be."""
         firsts = [slots[0] for slots in batch]
         missing = [slot.request.prompt[len(slot.ids):-1] for slot in firsts]
         if any(missing):
@@ -215,11 +215,11 @@ class Engine:
 
     @torch.no_grad()
     def decode(self):
-        """Sample a token in every active slot; slots of samples that have ended become idle."""
+        """Sample a token in every active slot. Slots of finished samples become idle."""
         active = self.compact()
         if not active:
             return
-        num_rows = 1 + active[-1].row                           # idle ones among them are computed too, for nothing
+        num_rows = 1 + active[-1].row                           # includes idle rows, whose results are not used
         if self.has_few_shapes:
             num_rows = min(2 ** (num_rows - 1).bit_length(), len(self.slots))
         inputs = [slot.step_input() for slot in self.slots[:num_rows]]
@@ -234,18 +234,18 @@ class Engine:
         self.stats["decode_steps"] += 1
 
     def read_width(self, last):
-        """How many places of the cache are read for positions up to `last`."""
+        """Number of cache positions that are read for positions up to `last`."""
         width = 1 + int(last)
         return few_sizes(width) if self.has_few_shapes else width
 
     def step(self, inputs, width):
-        """The next tokens (R,) of the first R rows of the cache, whose first `width` places are read.
+        """The next tokens (R,) of the first R rows of the cache, reading its first `width` positions.
 
-        inputs: (R, 4), for each row its last token, which the cache lacks; the position of this token; the uniform
+        inputs: (R, 4), for each row its last token, which is not cached yet; the position of this token; the uniform
         number and the temperature of the next one.
 
-        On a GPU the first step of a shape is computed as usual; at the second its kernels are captured as a CUDA graph,
-        which launches them at once from then on. If a model allows no capture, all steps are as usual."""
+        On a GPU the first step of a shape runs normally. The second one captures its kernels as a CUDA graph, which
+        launches them all at once from then on. If a model cannot be captured, all steps run normally."""
         on_device = self.inputs[:len(inputs)]
         on_device.copy_(inputs)
         work = functools.partial(self.sample, on_device, width)
@@ -258,14 +258,14 @@ class Engine:
             captured = [graph for graph in self.graphs.values() if graph]
             try:
                 self.graphs[shape] = Graph(work, captured)
-            except RuntimeError as error:                       # this family waits for the GPU in its forward pass
-                say(f"decodes slowly, as no CUDA graph can be made of this model: {str(error).splitlines()[0]}")
+            except RuntimeError as error:                       # this family syncs with the GPU in its forward pass
+                say(f"slow decoding: this model cannot be captured as a CUDA graph: {str(error).splitlines()[0]}")
                 self.has_few_shapes = False
                 return work()
         return self.graphs[shape].replay()
 
     def sample(self, inputs, width):
-        """The work of step(), on the device, without waiting for it."""
+        """The work of step(), on the device, without a sync."""
         ids, positions, uniforms, temperatures = inputs.unbind(1)                                     # (R,) each
         ids, positions = ids.long()[:, None], positions.long()[:, None]                               # (R, 1) each
         states = self.forward(slice(len(inputs)), ids, positions, width)                              # (R, 1, H)
@@ -273,14 +273,14 @@ class Engine:
         return next_tokens(logits[:, :self.num_ids], uniforms.float(), temperatures.float())
 
     def finish(self, slot):
-        """The slot becomes idle. Its request gets its outputs if they are all there."""
+        """Make a slot idle. Its request gets its outputs when all are finished."""
         request, slot.request = slot.request, None
         is_unfinished = any(other.request is request for other in self.slots)
         if not is_unfinished and not request.future.done():
             request.future.set_result(request.outputs)
 
     def compact(self):
-        """The active slots by row. First the last ones change places with idle ones, so that at most a quarter of the
+        """The active slots by row. The last ones are first swapped with idle ones, so that at most a quarter of the
         rows up to the last active one are idle."""
         active = [slot for slot in self.slots if slot.request]
         idle = [slot for slot in self.slots if not slot.request]
@@ -296,7 +296,7 @@ class Engine:
         """Copy the first `length` tokens in the cache from slots to others, all at once."""
         if not targets:
             return
-        # As tensors: a list would be copied to the device once more for each layer.
+        # As tensors: a list would be copied to the device again for each layer.
         source_rows = torch.tensor([slot.row for slot in sources], device=self.device)
         target_rows = torch.tensor([slot.row for slot in targets], device=self.device)
         for keys_and_values in self.layers:
@@ -305,8 +305,8 @@ class Engine:
                 cached[target_rows, :, :length] = copies
 
     def forward(self, rows, ids, positions, width):
-        """The last hidden states (R, T, H) of new ids (R, T) at `positions` (R, T) in R rows of the cache, of which the
-        first `width` places are read. rows: their numbers (R,), or the slice of the first R, which are not copied."""
+        """The last hidden states (R, T, H) of new ids (R, T) at `positions` (R, T) in R rows of the cache, reading its
+        first `width` positions. rows: their numbers (R,), or the slice of the first R, which avoids a copy."""
         self.rows, self.positions, self.width = rows, positions, width                                # for update()
         places = torch.arange(width, device=self.device)[None]                                        # (1, width)
         is_seen = places[:, None, None, :] <= positions[:, None, :, None]                             # (R, 1, T, width)
@@ -316,8 +316,8 @@ class Engine:
         return output.last_hidden_state
 
     def update(self, keys, values, layer, *_, **__):
-        """Called by each layer (Cache.update): keeps its new keys and values (R, heads, T, D) at their rows and
-        positions; returns all keys and values of these rows, as far as they are read."""
+        """Called by each layer (Cache.update): store its new keys and values (R, heads, T, D) at their rows and
+        positions. Returns these rows' keys and values up to `width`."""
         if layer == len(self.layers):
             sizes = [(new.shape[1], 0, new.shape[3]) for new in (keys, values)]                       # no tokens yet
             self.layers.append([keys.new_zeros(len(self.slots), *size) for size in sizes])
@@ -331,7 +331,7 @@ class Engine:
         return selected
 
     def lengthened(self, cached):
-        """Keys or values (slots, heads, L, D) with room for the highest position; it grows by half."""
+        """Keys or values (slots, heads, L, D), enlarged by half if the highest position does not fit."""
         length = cached.shape[2]
         if length >= self.width:
             return cached

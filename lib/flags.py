@@ -18,21 +18,21 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of all other bad input."""
+    """A parser whose errors are one line, as for all other bad input."""
 
     def error(self, message):
         self.exit(2, f"error: {message}\n")
 
 
 def argument_parser(docstring):
-    """A parser whose --help is the stage's docstring and shows every default, and which knows --version."""
+    """A parser with --version, whose --help shows the stage's docstring and every default."""
     parser = Parser(description=docstring, formatter_class=Formatter, usage="%(prog)s … (arguments below)")
     parser.add_argument("--version", action="version", version=f"SWEET-RL, minimal {VERSION}")
     return parser
 
 
 def set_preset(parser, presets, argv):
-    """Add --preset. Its values become the parser's defaults: explicit flags win, and --help shows them.
+    """Add --preset. Its values become the parser's defaults, so explicit flags win and --help shows them.
     presets: {name: {argument: value}}."""
     parser.add_argument("--preset", choices=presets, help="settings of the paper or its code (docs/reproduce.md)")
     first = Parser(add_help=False)
@@ -41,7 +41,7 @@ def set_preset(parser, presets, argv):
 
 
 def pick(kind, flags):
-    """The flags that go together in a NamedTuple `kind`. flags: all of a stage, {name: value}."""
+    """The NamedTuple `kind`, filled with its flags. flags: all of a stage, {name: value}."""
     return kind(**{name: flags[name] for name in kind._fields})
 
 
@@ -49,7 +49,7 @@ def pick(kind, flags):
 # types of flags: finite numbers with bounds, texts that are not empty
 
 def number_flag(low, high, kind=float):
-    """The type of a finite number from `low` to `high`; kind=int: a whole one."""
+    """A type: a finite number from `low` to `high`; with kind=int a whole one."""
     def read(text):
         try:
             value = kind(text)
@@ -65,13 +65,13 @@ def number_flag(low, high, kind=float):
 positive_int = number_flag(1, 10 ** 9, int)
 non_negative_float = number_flag(0, 10 ** 9)
 share_flag = number_flag(0, 1)
-num_tokens_flag = number_flag(1, 10 ** 6, int)                           # of one turn: each has a random number
-num_samples_flag = number_flag(1, 10 ** 4, int)                          # of one turn, or in flight
-seed_flag = number_flag(-2 ** 32, 2 ** 32, int)                          # times a number of steps it still has 64 bits
+num_tokens_flag = number_flag(1, 10 ** 6, int)                           # per turn: each has a random number
+num_samples_flag = number_flag(1, 10 ** 4, int)                          # per turn, or in flight
+seed_flag = number_flag(-2 ** 32, 2 ** 32, int)                          # its product with the steps fits in 64 bits
 
 
 def temperature_flag(text):
-    """A type: 0, or a temperature by which logits can be divided."""
+    """A type: 0, or a temperature large enough to divide logits by."""
     return 0.0 if number_flag(0, 100)(text) == 0 else number_flag(1e-3, 100)(text)
 
 
@@ -89,7 +89,7 @@ def project_flag(text):
 
 
 def named_paths(text):
-    """A type: NAME=PATH,PATH,…, whose NAME can name a file, as (name, [path, …])."""
+    """A type: NAME=PATH,PATH,… as (name, [path, …]). NAME must be usable as a file name."""
     name, _, paths = text.partition("=")
     if not name or not paths or "/" in name:
         raise argparse.ArgumentTypeError(f"{text[:80]}: must be NAME=PATH, where NAME has no /")
@@ -101,10 +101,10 @@ def add_overwrite(parser):
 
 
 def add_world(parser):
-    """Flags of what a domain's Environment needs (colbench/__init__.py), for the stages that score answers."""
+    """Flags for a domain's Environment (colbench/domain.py), for the stages that score answers."""
     group = parser.add_argument_group("scoring")
-    group.add_argument("--unsafe-scorer", action="store_true", help="run answers under resource limits alone, where "
-                       "the system allows no isolation: they can read and write your files")
+    group.add_argument("--unsafe-scorer", action="store_true", help="run answers with resource limits only, if the "
+                       "system allows no isolation: they can read and write your files")
     group.add_argument("--similarity", choices=["clip", "pixels"], default="clip", help="how screenshots are "
                        "compared: cosine of CLIP embeddings (the paper's), or colours and structure (no weights)")
     group.add_argument("--clip-model", type=text_flag, metavar="MODEL", help="--similarity clip: folder or hub id "
@@ -113,7 +113,7 @@ def add_world(parser):
 
 
 def add_browser(parser):
-    parser.add_argument("--browser", type=text_flag, metavar="PATH", help="Chromium or Chrome, where a domain needs "
+    parser.add_argument("--browser", type=text_flag, metavar="PATH", help="Chromium or Chrome, if the domain needs "
                         "one (None: the first one found)")
 
 
@@ -127,7 +127,7 @@ def yes_or_no(text):
 def add_reference(parser):
     """The flag of the stages that score actions with a critic."""
     parser.add_argument("--reference-sees-c", type=yes_or_no, metavar="yes|no", help="whether the reference model of "
-                        "eq. 3 reads c when --critic scores, as in the paper's formula, or the dialogue alone, as in "
+                        "eq. 3 reads c when --critic scores, as in the paper's formula, or only the dialogue, as in "
                         "the published code (None: as the critic was trained; untrained: no)")
 
 
@@ -139,7 +139,7 @@ def add_critic(parser, is_needed=False):
 
 
 def add_training(parser, max_length, epochs=None, batch_size=None):
-    """The flags that 03 and 04 share, with defaults of some."""
+    """The flags that 03 and 04 share, with the defaults that differ."""
     parser.add_argument("--trajectories", type=text_flag, required=True, help="trajectories file (02)")
     parser.add_argument("--model", type=text_flag, required=True, help="model to start from (folder, hub id, smollm2)")
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
@@ -149,7 +149,7 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01, help="weight of the chosen side's NLL")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                        help="arithmetic; the parameters that are trained stay float32")
+                        help="arithmetic; trained parameters stay float32")
     parser.add_argument("--seed", type=seed_flag, default=0, help="seed of order and samples")
     group = parser.add_argument_group("the data")
     group.add_argument("--num-trajectories", type=positive_int, help="use only this many (nested subsets, by --seed)")
@@ -159,14 +159,14 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     group = parser.add_argument_group("LoRA (needs peft)")
     group.add_argument("--lora", type=positive_int, metavar="RANK", help="train an adapter, on a model in --dtype")
     group.add_argument("--lora-targets", type=text_flag, nargs="+", metavar="NAME",
-                       help="layers with an adapter, e.g. q_proj v_proj (None: all linear ones but the output's)")
+                       help="layers with an adapter, e.g. q_proj v_proj (None: all linear ones except the output)")
     group.add_argument("--merge", action="store_true", help="write a whole model instead of an adapter folder")
     group = parser.add_argument_group("memory and speed")
     group.add_argument("--micro-batch-size", type=positive_int, default=8, help="examples per forward pass")
     group.add_argument("--max-tokens", type=positive_int, default=16384, help="tokens per pass without gradients")
     group.add_argument("--activation-checkpointing", action="store_true", help="less memory, a third more time")
-    group.add_argument("--compile", action="store_true", help="compile the layers: slow at first, then faster")
-    group.add_argument("--dry-run", type=positive_int, metavar="RANKS", help="only predict the memory of a rank")
+    group.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")
+    group.add_argument("--dry-run", type=positive_int, metavar="RANKS", help="only predict the memory per rank")
     group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")
     group.add_argument("--track", type=project_flag, metavar="PROJECT", help="also log to this project of trackio")
     add_browser(group)

@@ -26,8 +26,8 @@ USABLE_OF_80_GB = 76e9
 
 
 class Ledger(TorchDispatchMode):
-    """Counts bytes that live. activations: of all storages that are made while the mode is on. gradients: booked by
-    hand. peak: both when their sum was highest."""
+    """Counts live bytes. activations: of all storages made while the mode is on. gradients: counted by memory_plan.
+    peak: both, when their sum was highest."""
 
     def __init__(self, known):
         super().__init__()
@@ -57,9 +57,8 @@ class Ledger(TorchDispatchMode):
 
 def fused_attention(module, query, key, value, mask, **options):
     """Attention that keeps as much as fused kernels: q, k, v, the output, and a float32 for each row and head. (On the
-    meta device scaled_dot_product_attention takes its plain path, with (T, T) matrices.)
-    options["has_mask"]: there is a mask, for which keys and values of grouped queries are repeated, but not by
-    grouped_attention."""
+    meta device scaled_dot_product_attention uses its plain path, with (T, T) matrices.)
+    options["has_mask"]: with a mask, keys and values of grouped queries are repeated, except by grouped_attention."""
     if options["has_mask"] and not (has_fast_bfloat16(query) and query.shape[3] <= MAX_GROUPED):
         key = key.repeat_interleave(module.num_key_value_groups, 1)
         value = value.repeat_interleave(module.num_key_value_groups, 1)
@@ -71,9 +70,9 @@ def fused_attention(module, query, key, value, mask, **options):
 # The training step whose memory --dry-run predicts.
 # world_size            ranks
 # sharding              Sharding
-# num_rows, row_tokens  rows of a rank's micro-batch, tokens of each; half of these are taken to be of actions
+# num_rows, row_tokens  rows of a rank's micro-batch, tokens per row; half of these are assumed to be action tokens
 # accumulates           the step has several micro-batches, whose gradients add up
-# tree                  the rows have masks of their own
+# tree                  the rows have their own masks
 # lora                  a LoraConfig: only its adapter is trained, all else stays in the arithmetic's type
 PlannedStep = collections.namedtuple("PlannedStep", "world_size sharding num_rows row_tokens accumulates tree lora")
 
@@ -84,13 +83,13 @@ def all_bytes(module):
 
 
 def trained_bytes(module):
-    """Bytes of the parameters that are trained, in float32."""
+    """Bytes of the trained parameters, in float32."""
     return 4 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def bytes_in_flight(model, step):
-    """Bytes that FSDP2 holds besides the shards: whole parameters that are in no layer; those of a layer, with the flat
-    buffer that they come from (one rank: those of all layers); a layer's whole gradients in float32."""
+    """Bytes that FSDP2 holds besides the shards: full parameters outside the layers; those of one layer, with their
+    flat buffer (on one rank: those of all layers); one layer's full gradients in float32."""
     layers = layers_of(model)
     layer_sizes = [all_bytes(layer) for layer in layers]
     gradients = max(map(trained_bytes, layers))
@@ -114,16 +113,16 @@ def planned_model(config, step):
 
 
 def memory_plan(model, step):
-    """Bytes on each rank when a training step (PlannedStep) needs most, as a dict. It takes no memory itself: the
-    planned_model runs over one micro-batch, and a Ledger counts.
+    """Peak bytes on each rank in a training step (PlannedStep), as a dict. This uses no memory itself: the
+    planned_model runs on one micro-batch, and a Ledger counts.
 
     parameters, gradients, optimizer  this rank's shard, 1 / world_size of each; AdamW keeps 8 bytes, and copies nothing
-    gathered                          whole for a while: bytes_in_flight
+    gathered                          temporarily unsharded: bytes_in_flight
     activations                       all other tensors
     total                             the sum of these
 
-    Not in it: loading, buffers of NCCL and cuBLAS, fragmentation, on one rank an adapter's copy in the arithmetic's
-    type."""
+    Not included: loading, buffers of NCCL and cuBLAS, fragmentation, and on one rank an adapter's copy in the
+    arithmetic's type."""
     parameters = list(model.parameters())
     frozen = sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
     trained = trained_bytes(model) / step.world_size
@@ -131,7 +130,7 @@ def memory_plan(model, step):
     if step.accumulates:
         ledger.gradients = trained
     if step.tree:
-        mask_bytes = model.dtype.itemsize + 1                       # the numbers that are added, and bools
+        mask_bytes = model.dtype.itemsize + 1                       # the added numbers, and bools
         ledger.activations = step.num_rows * step.row_tokens ** 2 * mask_bytes
 
     def reduce_gradient(parameter):
@@ -140,7 +139,7 @@ def memory_plan(model, step):
             ledger.gradients += 4 * parameter.numel() / step.world_size
 
     uses_fsdp = step.sharding.uses_fsdp(step.world_size, step.lora is not None)
-    # with FSDP2 the gradients of what is in no layer stay whole until the end of the backward pass
+    # with FSDP2, gradients of parameters outside the layers stay unsharded until the end of the backward pass
     for module in layers_of(model) if uses_fsdp else [model]:
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -164,10 +163,10 @@ def memory_plan(model, step):
 
 
 def dry_run(job, num_ranks, lora, rows_an_example, is_tree=False):
-    """--dry-run: print the memory plan (memory_plan) of a training.Job on so many ranks. lora: None or a LoraConfig."""
+    """--dry-run: print the memory plan (memory_plan) of a training.Job on num_ranks. lora: None or a LoraConfig."""
     name = job.model
     if reads_images(name):
-        raise InputError(f"{name}: --dry-run knows models of text alone")
+        raise InputError(f"{name}: --dry-run supports only text models")
     config = read_config(name)
     batch_size = job.schedule.batch_size
     num_examples = min(job.schedule.micro_batch_size, math.ceil(batch_size / num_ranks))    # of a micro-batch
@@ -181,8 +180,8 @@ def dry_run(job, num_ranks, lora, rows_an_example, is_tree=False):
         model = planned_model(config, step)
         plan = memory_plan(model, step)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"{name}: no plan of the memory of a {config.model_type}: {one_line(error)}") from None
+        raise InputError(f"{name}: no memory plan for a {config.model_type}: {one_line(error)}") from None
     for part, number in plan.items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
     fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
-    say(f"this step {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
+    say(f"this step {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are assumed usable")

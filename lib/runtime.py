@@ -1,4 +1,4 @@
-"""What every stage stands on: the process group, JSONL files, outputs that a killed run goes on with."""
+"""Shared by all stages: the process group, JSONL files, and outputs that a killed run can continue."""
 import contextlib
 import ctypes
 import datetime
@@ -26,14 +26,14 @@ from colbench import schema
 from colbench.schema import InputError, one_line, read_json, record
 from lib import VERSION
 
-# Where a stage runs, as start() says it: the number of this process, how many there are, its torch.device
+# Where a stage runs (returned by start): the number of this process, how many there are, its torch.device
 Runtime = namedtuple("Runtime", "rank world_size device")
 
 
 def run_stage(main):
-    """Run a stage's main(). Bad input (InputError) and what the system refuses (OSError) become one
-    line on stderr and exit status 2. What the benchmark logs is printed."""
-    sys.stdout.reconfigure(errors="backslashreplace")                # what cannot be shown must not end a run
+    """Run a stage's main(). InputError and OSError become one line on stderr, exit status 2.
+    colbench's log goes to stdout."""
+    sys.stdout.reconfigure(errors="backslashreplace")                # text that cannot be encoded must not end a run
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("colbench").setLevel("INFO" if os.environ.get("RANK", "0") == "0" else "WARNING")
     try:
@@ -48,8 +48,8 @@ def run_stage(main):
 
 
 def optional(package, who_needs):
-    """The module of a package that only some runs need: optional("peft", "LoRA adapters need"); InputError that says
-    how to install it."""
+    """Import a package that only some runs need, e.g. optional("peft", "LoRA adapters need"). If it is missing, raises
+    InputError with the command that installs it."""
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -57,7 +57,7 @@ def optional(package, who_needs):
 
 
 def error_text(error):
-    """What is wrong, by an error that run_stage catches."""
+    """Message for an exception caught by run_stage."""
     if not isinstance(error, OSError):
         return str(error)
     return f"{error.filename}: {error.strerror.lower()}" if error.filename else one_line(error)
@@ -67,7 +67,8 @@ LIBC = ctypes.CDLL(None)
 
 
 def start(seed):
-    """Join the process group (torchrun's, or one of size 1), seed torch; returns Runtime(rank, world_size, device)."""
+    """Join the process group (torchrun's, or one of size 1) and seed torch. Returns Runtime(rank, world_size, device).
+    """
     # glibc returns big buffers to the kernel at every free, and page faults then dominate small models on a CPU:
     # M_MMAP_MAX = 0 and a high M_TRIM_THRESHOLD keep them (several times faster training, measured).
     if hasattr(LIBC, "mallopt"):
@@ -77,9 +78,9 @@ def start(seed):
     if torch.cuda.is_available():
         local_rank, num_cards = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local_rank >= num_cards:
-            raise InputError(f"torchrun --nproc-per-node: only {num_cards} GPUs can be seen here")
+            raise InputError(f"torchrun --nproc-per-node: only {num_cards} GPUs are visible")
         device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)                               # before the group: NCCL takes the current one
+        torch.cuda.set_device(device)                               # before the group: NCCL uses the current device
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store, rank, world_size = dist.HashStore(), 0, 1
@@ -92,8 +93,8 @@ def start(seed):
 
 
 def trim_memory():
-    """Give the kernel back what start() keeps of freed buffers. Batches of all lengths leave holes between them that
-    no later one fits into: a run of a 135M model grew to 13 GB where 2 GB are in use."""
+    """Return freed memory that start() keeps to the kernel. Batches of varying length fragment it: a run of a 135M
+    model grew to 13 GB with 2 GB in use."""
     if hasattr(LIBC, "malloc_trim"):
         LIBC.malloc_trim(0)
 
@@ -103,7 +104,7 @@ def is_main():
 
 
 def say(*lines):
-    """Print lines, if there are any, on rank 0 alone, at once."""
+    """Print on rank 0 and flush. Without lines, print nothing."""
     if is_main() and lines:
         print(*lines, sep="\n", flush=True)
 
@@ -114,14 +115,14 @@ def barrier():
 
 
 def gather(value):
-    """The `value`s (any objects) of all ranks in their order, on every rank."""
+    """List of all ranks' `value`s (any objects), in rank order, on every rank."""
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def peak_memory_mb():
-    """Highest memory use so far in MiB: of the GPU where there is one, else resident memory of this process."""
+    """Peak memory so far in MiB: of the GPU if there is one, else the resident memory of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2 ** 20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -131,26 +132,26 @@ def peak_memory_mb():
 # reading
 
 def read_jsonl(path, keys, check=None):
-    """colbench.schema.read_jsonl; says what it has read."""
+    """colbench.schema.read_jsonl, which also prints what it read."""
     rows = schema.read_jsonl(path, keys, check)
     say(f"reads {path} ({len(rows):,} rows)")
     return rows
 
 
 def read_text(path):
-    """A file's text as it is, but for a newline at its end."""
+    """A file's text, unchanged except that a final newline is removed."""
     try:
         return pathlib.Path(path).read_bytes().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: no UTF-8 text ({error})") from None
+        raise InputError(f"{path}: not UTF-8 text ({error})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# writing: each file beside its name, and renamed when it is whole
+# writing: each file is written under a temporary name and renamed when complete
 
 @contextlib.contextmanager
 def whole_file(path):
-    """Opens a text file beside `path`, and gives it this name at the end."""
+    """Open a temporary text file next to `path`; rename it to `path` at the end."""
     partial = f"{path}.partial"
     with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
         yield file
@@ -163,7 +164,7 @@ def write_json(path, value):
 
 
 def write_jsonl(path, rows):
-    """Write a whole JSONL file beside its name and rename it."""
+    """Write a JSONL file under a temporary name, then rename it."""
     with whole_file(path) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -171,23 +172,23 @@ def write_jsonl(path, rows):
 
 
 class RowFile:
-    """A JSONL file that is made row by row. Every rank appends lines "NUMBER ROW" to a partial file of its own, in any
-    order; a run that was killed finds the rows that are there (`done`: their numbers) and adds the others, on any
-    number of ranks; finish() puts all rows in the order of their numbers."""
+    """A JSONL file that is made row by row. Every rank appends lines "NUMBER ROW" to its own partial file, in any
+    order. A resumed run finds the existing rows (`done`: their numbers) and adds the others, on any number of ranks.
+    finish() sorts all rows by number."""
 
     def __init__(self, out, runtime):
         self.out = pathlib.Path(out)
         self.runtime = runtime
         self.path = self.out.with_name(f"{self.out.name}.partial.{runtime.rank}of{runtime.world_size}")
         if runtime.rank == 0:
-            for path in partial_files(self.out):                     # without the line that a kill has cut
+            for path in partial_files(self.out):                     # drop a last line cut short by a kill
                 os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         barrier()
         self.done = set(self.find())
-        barrier()                                                   # before any rank adds to what all must read alike
+        barrier()                                                   # all ranks must read the same before one adds rows
 
     def find(self):
-        """{number of a row: the row as bytes}, of this run and those before, of all ranks."""
+        """{number of a row: the row as bytes}, from all ranks of this run and of earlier ones."""
         rows = {}
         for path in partial_files(self.out):
             for line in path.read_bytes().splitlines():
@@ -200,7 +201,7 @@ class RowFile:
             file.write(f"{number} {json.dumps(row, ensure_ascii=False)}\n")
 
     def finish(self, num_rows):
-        """Write the whole file and remove the partial ones; one rank calls this, when all have ended."""
+        """Write the whole file and remove the partial ones. One rank calls this when all have ended."""
         rows = self.find()
         with whole_file(self.out) as file:
             for number in range(num_rows):
@@ -211,21 +212,21 @@ class RowFile:
 
 
 def partial_files(out):
-    """The partial files of an output (RowFile), of all ranks."""
+    """The partial files of an output (RowFile) from all ranks."""
     return sorted(out.parent.glob(f"{glob.escape(out.name)}.partial.*"))
 
 
 def read_rows(path):
-    """The rows of a JSONL file that this program made."""
+    """Rows of a JSONL file that this program made."""
     with open(path, "rb") as file:
         return [json.loads(line) for line in file]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# outputs: args.json says what made one. The same command goes on with it, or says that it is done; another one is an
-# error that names --overwrite
+# outputs: args.json records the command. The same command continues the output or reports that it is done; another
+# command is an error that names --overwrite
 
-# Arguments that change nothing of what stands in an output but rounding and dropout
+# Arguments that change nothing in an output except rounding and dropout
 NO_INFLUENCE = {"activation_checkpointing", "browser", "compile", "concurrency", "dry_run", "max_attempts",
                 "micro_batch_size", "out", "overwrite", "save_every", "track"}
 MODEL_ENDINGS = ".safetensors", ".bin", ".gguf", ".pt", ".json", ".jinja", ".model", ".txt"
@@ -233,8 +234,8 @@ MODEL_ENDINGS = ".safetensors", ".bin", ".gguf", ".pt", ".json", ".jinja", ".mod
 
 @functools.cache
 def fingerprint(path):
-    """What tells an input from another: a file's hash; of a model folder that of all files that decide what the model
-    says; a name that is no path stands for itself."""
+    """Fingerprint of an input: hash of a file, or of all files in a model folder that affect its output. A name that is
+    not a path is returned unchanged."""
     path = pathlib.Path(path)
     files = [path]
     if path.is_dir():
@@ -244,7 +245,7 @@ def fingerprint(path):
 
 
 def files_digest(paths):
-    """A hash of the contents and, of several files, of the names."""
+    """Hash of the files' contents; for several files, of their names too."""
     digests = []
     for path in paths:
         with open(path, "rb") as file:
@@ -255,7 +256,8 @@ def files_digest(paths):
 
 
 def on_main(decide):
-    """A decorator: what rank 0 returns or raises (bad input, what the system refuses), on every rank."""
+    """Decorator: run on rank 0 only and return its result on every rank. InputError and OSError are raised on every
+    rank."""
     @functools.wraps(decide)
     def decide_on_main(*arguments, **options):
         decision = None
@@ -273,12 +275,12 @@ def on_main(decide):
 
 
 def args_path(out, folder):
-    """Where an output's args.json stands."""
+    """Path of an output's args.json."""
     return pathlib.Path(out) / "args.json" if folder else pathlib.Path(f"{out}.args.json")
 
 
 def read_args(out):
-    """What args.json says of an output, a file or a folder; of "no run" where there is none."""
+    """Read an output's args.json; if missing, return a record whose stage is "no run"."""
     path = args_path(out, pathlib.Path(out).is_dir())
     args = {"stage": "no run", "args": {}, "inputs": {}}
     if path.exists():
@@ -287,13 +289,13 @@ def read_args(out):
 
 
 class Output:
-    """A file or a folder that a stage writes. args.json in it, or FILE.args.json, says what made it.
+    """A file or a folder that a stage writes. args.json in it, or FILE.args.json, records the command that made it.
 
     arguments   all flags of the stage, {name: value}
     inputs      files, folders, names of models
     folder      whether it is a folder"""
 
-    lock = None                     # the args.json of this process's output, open and locked until the process ends
+    lock = None                     # this process's args.json, open and locked until the process ends
 
     def __init__(self, out, arguments, inputs, folder=False):
         self.path = pathlib.Path(out)
@@ -303,16 +305,16 @@ class Output:
 
     @on_main
     def is_done(self):
-        """True if the same command already made this output; InputError if another command did, unless --overwrite, or
-        if an input lies in it. Writes nothing, so that a stage can ask before it loads models."""
+        """True if the same command already made this output. Raises InputError if another command did (without
+        --overwrite) or if an input lies in it. Writes nothing, so a stage can ask before it loads models."""
         fingerprint.cache_clear()
         out = self.path
         if out.exists() and out.is_dir() != self.folder:
-            raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
+            raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'not a folder'}; choose another --out")
         for name in self.inputs:
             if os.path.exists(name) and pathlib.Path(name).resolve().is_relative_to(out.resolve()):
                 raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")
-        if not self.begun_files():                                   # nothing is lost, whoever began it
+        if not self.begun_files():                                   # nothing can be lost
             return False
         before, now = read_args(out), self.record()
         if before["stage"] != now["stage"]:
@@ -321,37 +323,37 @@ class Output:
             return False
         check_same_command(out, before, now)
         if self.is_whole():
-            say(f"{out}: done already by the same command (after a change of code: --overwrite)")
+            say(f"{out}: already done by the same command (if the code has changed: --overwrite)")
             return True
         return False
 
     @on_main
     def begin(self):
-        """Keep arguments and versions in args.json, and other processes out until this one ends. What an interrupted
-        run of the same command left is kept; what another one made is removed (--overwrite)."""
+        """Write args.json and lock the output until this process exits. Continues an interrupted run of the same
+        command; --overwrite deletes what is there."""
         path = args_path(self.path, self.folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        Output.lock = None                                           # this process may begin it again
+        Output.lock = None                                           # the same process may call begin() again
         Output.lock = locked(path)
         self.last_cost = time.perf_counter()
         note = self.record()
         if self.arguments["overwrite"] or not self.begun_files():
             if self.folder:
-                (self.path / "COMPLETED").unlink(missing_ok=True)    # first: a kill in the loop leaves no whole output
+                (self.path / "COMPLETED").unlink(missing_ok=True)    # first: a kill in the loop must not look complete
             for old in self.begun_files():
                 if old.is_dir():
                     shutil.rmtree(old)
                 else:
                     old.unlink()
-        elif self.is_whole():                                        # since is_done was asked
-            raise InputError(f"{self.path}: the same command has just made it")
+        elif self.is_whole():                                        # finished since is_done()
+            raise InputError(f"{self.path}: has just been made by the same command")
         else:
             say(f"{self.path}: continues an interrupted run")
-            note = json.loads(path.read_text("utf-8"))               # with its costs
+            note = json.loads(path.read_text("utf-8"))               # keeps its costs
         self.write_args({**note, "process": f"{os.getpid()} on {platform.node()}"})
 
     def record(self):
-        """What args.json says: the stage, its arguments, its inputs, versions."""
+        """Contents of args.json: the stage, its arguments, its inputs, versions."""
         return {
             "stage": pathlib.Path(sys.argv[0]).name,
             "args": {key: value for key, value in sorted(self.arguments.items()) if key not in NO_INFLUENCE},
@@ -361,32 +363,32 @@ class Output:
         }
 
     def begun_files(self):
-        """What is there of it, but for its args.json."""
+        """Existing files of this output, except args.json."""
         files = self.path.glob("*") if self.folder else (self.path, *partial_files(self.path))
         return [path for path in files if path.exists() and not path.name.startswith("args.json")]
 
     def is_whole(self):
-        """Whether the stage that made it has ended."""
+        """True if the stage that made it has finished."""
         return (self.path / "COMPLETED" if self.folder else self.path).exists()
 
     def kept_rows(self, name):
-        """The rows of a file in the folder that an interrupted run of the same command has finished; None: it has not.
-        To be asked before begin()."""
+        """Rows of a file in the folder that an interrupted run of the same command finished; None if it did not.
+        Call this before begin()."""
         path = self.path / name
         return read_rows(path) if path.exists() and not self.arguments["overwrite"] else None
 
     def write_args(self, record):
-        """Write args.json, which is locked at every moment."""
+        """Replace args.json without ever releasing the lock."""
         path = args_path(self.path, self.folder)
         partial = pathlib.Path(f"{path}.partial")
         write_json(partial, record)
         lock = locked(partial)
         os.rename(partial, path)
-        Output.lock = lock                                           # this closes the replaced file, too
+        Output.lock = lock                                           # this also closes the replaced file
 
     def add_costs(self, **numbers):
-        """Add numbers of this process ("trained_tokens", "generated_tokens"), and the seconds since begin() or the last
-        call, to "costs" in args.json; on rank 0."""
+        """Rank 0 adds these numbers ("trained_tokens", "generated_tokens") and the seconds since begin() or the last
+        call to "costs" in args.json."""
         if is_main():
             now = time.perf_counter()
             record = json.loads(args_path(self.path, self.folder).read_text("utf-8"))
@@ -397,7 +399,7 @@ class Output:
 
 
 def check_same_command(out, before, now):
-    """InputError where two records (Output) name other arguments or inputs. A server's address may have changed."""
+    """Raises InputError if two records (Output) differ in arguments or inputs. A server's address may differ."""
     old, new = [json.loads(re.sub(r'https?:/[^#"]*', "", json.dumps(said))) for said in (before, now)]
     for part in ("args", "inputs"):
         for key in sorted({**old[part], **new[part]}.keys() - NO_INFLUENCE):
@@ -408,8 +410,8 @@ def check_same_command(out, before, now):
 
 
 def locked(path):
-    """The file `path`, made if it is missing, with a lock that ends with this process. InputError where another process
-    has it, by its number and host."""
+    """Open the file `path` (made if missing) with a lock that ends with this process. If another process holds it,
+    raises InputError with its number and host."""
     file = open(path, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -417,19 +419,19 @@ def locked(path):
         holder = re.search('"process": "(.*)"', path.read_text("utf-8"))
         process = f"process {holder[1]}" if holder else "another process"
         raise InputError(f"{path}: {process} is making this output; wait for it, or choose another --out") from None
-    except OSError as error:                                        # Lustre, say, as it is often mounted
-        say(f"{path}: no lock here ({one_line(error)}): nothing keeps a second process from this output")
+    except OSError as error:                                        # e.g. Lustre, as it is often mounted
+        say(f"{path}: cannot be locked ({one_line(error)}): make sure that no other process writes this output")
     if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
         return file
-    return locked(path)                                             # Output.write_args has replaced it meanwhile
+    return locked(path)                                             # Output.write_args replaced it meanwhile
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# --track PROJECT: what a stage logs goes to trackio, too, a tracker on this machine with the interface of wandb
+# --track PROJECT: a stage also logs to trackio, a local tracker with wandb's interface
 
 def open_track(output):
-    """A function log(step, **numbers): the curve of an Output in the project --track of trackio, on rank 0; each start
-    of a stage is a run of its own. Without a project it does nothing."""
+    """Returns log(step, **numbers), which logs on rank 0 to the trackio project --track, or does nothing without one.
+    Each start of a stage is a separate run."""
     project = output.arguments["track"]
     if project is None or not is_main():
         return lambda step, **numbers: None

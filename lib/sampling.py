@@ -1,5 +1,5 @@
-"""One way to sample: replies of a model on this machine (lib/engine.py, lib/vision.py) or behind servers
-(lib/servers.py), and the rows of a file that are made of them, many at once."""
+"""Sampling: replies of a local model (lib/engine.py, lib/vision.py) or of servers (lib/servers.py), and the rows of a
+file made from them, many at once."""
 import asyncio
 import base64
 import dataclasses
@@ -19,11 +19,11 @@ from lib.vision import vision_reply
 
 @dataclasses.dataclass
 class Sampler:
-    """A model that continues prompts, as open_sampler() gives it."""
+    """A model that continues prompts (open_sampler)."""
 
-    model: object = None                        # of a server None
-    tokenizer: object = None                    # of a model that is shown images its processor; of a server often None
-    engine: Engine | None = None                # of a model on this machine that reads texts
+    model: object = None                        # None for a server
+    tokenizer: object = None                    # a vision-language model's processor; for a server often None
+    engine: Engine | None = None                # for a local text model
     server: Server | None = None
     vision_lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)     # it is shown one chat at a time
     template_args: dict = dataclasses.field(default_factory=dict)   # of the chat template
@@ -32,10 +32,9 @@ class Sampler:
     async def sample(self, prompt, n, temperature, max_new_tokens, key):
         """n Replies to a prompt: a chat (messages) or a rendered text.
 
-        key: what their random numbers depend on; the first reply is the same for any n. All but its last two parts
-        name the dialogue, whose earlier prompts the engine finds in its cache.
-        NoRoom where the prompt is too long; ReplyError where a server gives no reply; InputError where it never will.
-        """
+        key: RNG key; the first reply is the same for any n. All except its last two parts name the dialogue, whose
+        earlier prompts the engine finds in its cache.
+        Raises NoRoom if the prompt is too long, ReplyError if a server gives no reply, InputError if it never will."""
         if self.server:
             replies = await self.ask(prompt, n, temperature, max_new_tokens, key)
         elif self.engine:
@@ -48,8 +47,8 @@ class Sampler:
         return replies
 
     def visible(self, reply):
-        """What the other side sees of a reply: all but its thoughts. Where the prompt opens them, a server may have put
-        them apart or not: the ids tell."""
+        """A reply without its thoughts, as the other side sees it. If the prompt opens the thoughts, a server may have
+        split them off or not; the ids tell."""
         if not self.server:
             return strip_thoughts(reply.text, reply.prompt)
         if self.tokenizer and reply.ids:
@@ -63,7 +62,7 @@ class Sampler:
         return render_chat(self.tokenizer, prompt, add_generation_prompt=True, **self.template_args)
 
     async def generate(self, prompt, n, temperature, max_new_tokens, key):
-        """sample() by the engine."""
+        """sample() with the engine."""
         text = self.render(prompt)
         prompt_ids = encode(self.tokenizer, text)
         if len(prompt_ids) + max_new_tokens > self.engine.max_tokens:
@@ -78,7 +77,7 @@ class Sampler:
         return replies
 
     async def ask(self, prompt, n, temperature, max_new_tokens, key):
-        """sample() by a server, which is sent a chat as messages and a text as ids."""
+        """sample() with a server: a chat is sent as messages, a text as ids."""
         text, extra, is_text = None, {}, isinstance(prompt, str)
         if self.template_args:
             extra["chat_template_kwargs"] = self.template_args
@@ -98,24 +97,24 @@ class Sampler:
         return replies
 
     def fault_of(self, reply, text, may_be_empty):
-        """One line where a server's Reply to the prompt `text` cannot be used; else None.
+        """One line that says why a server's Reply to the prompt `text` cannot be used, or None.
 
-        With the server's tokenizer it needs the ids that were sampled, with the end of the turn."""
+        If the server's tokenizer is known, the reply needs the sampled ids, including the end of the turn."""
         if not (may_be_empty or self.visible(reply._replace(prompt=text)).rstrip("\ufffd")):
             return "empty reply" if reply.ended else "empty reply (only thoughts: raise the limit of new tokens)"
         if self.tokenizer is None:
             return None
         num_tokens = len(encode(self.tokenizer, text))
         if not reply.ids:
-            raise InputError(f"{self.server.name}: gives no token ids; --agent-tokenizer and --sampler need a server "
-                             "that gives those that it samples, as vLLM does (return_token_ids)")
+            raise InputError(f"{self.server.name}: returns no token ids; --agent-tokenizer and --sampler need a server "
+                             "that returns the sampled ids, as vLLM does (return_token_ids)")
         if reply.prompt_tokens != num_tokens:
-            raise InputError(f"{self.server.name}: says that it has read {reply.prompt_tokens:,} tokens, where this "
-                             f"tokenizer and template make {num_tokens:,}; the server's must be the same")
+            raise InputError(f"{self.server.name}: read {reply.prompt_tokens:,} prompt tokens, but this tokenizer and "
+                             f"template give {num_tokens:,}; the server's must be the same")
         said, sampled = (whole.rstrip("\ufffd") for whole in (reply.text, decode(self.tokenizer, reply.ids)))
         unmarked = self.tokenizer.decode(reply.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         visible = strip_thoughts(sampled, text)
-        # The server may put thoughts apart, leave them where they are, or drop their marks.
+        # The server may split thoughts off, leave them in the text, or drop their marks.
         is_same = visible == strip_thoughts(said, prompt="")
         if not is_same and said.strip() not in (sampled.strip(), unmarked.rstrip("\ufffd").strip()):
             return f"token ids of another text ({visible[-40:]!r}, not {said[-40:]!r})"
@@ -125,7 +124,7 @@ class Sampler:
 
 
 def sent_message(message):
-    """A message as a server takes it: image files as data URLs, a lone surrogate as "?"."""
+    """A message in the server's format: image files as data URLs, a lone surrogate as "?"."""
     if isinstance(message["content"], str):
         return {**message, "content": message["content"].encode(errors="replace").decode()}
     parts = []
@@ -138,11 +137,11 @@ def sent_message(message):
 
 
 def open_sampler(name, device, dtype, slots, max_length, tokenizer=None):
-    """The Sampler of a model name: a folder, hub id or smollm2, which is loaded, or a server.
+    """The Sampler for a model name: a folder, hub id or smollm2, which is loaded, or a server.
 
-    slots: replies that are sampled at a time.
-    max_length: of a local model: tokens of a prompt with its reply, and of a prefill pass of the engine.
-    tokenizer: of a server, which must then give the ids that it samples."""
+    slots: replies sampled at a time.
+    max_length: for a local model, tokens of a prompt with its reply, and of a prefill pass of the engine.
+    tokenizer: of a server, which must then return the sampled ids."""
     if is_server(name):
         server = Server(name, slots)
         server.check_addresses()
@@ -157,12 +156,12 @@ def open_sampler(name, device, dtype, slots, max_length, tokenizer=None):
 # many rows at once
 
 async def make_rows(rows, make_row, waiting, concurrency, progress):
-    """Make the rows of `waiting`, an iterator of (number, item), as add_rows says; returns why rows are missing."""
+    """Make the rows of `waiting`, an iterator of (number, item), for add_rows. Returns why rows are missing."""
     failures, num_in_a_row = [], 0                                  # num_in_a_row: failures since the last success
-    scoring = asyncio.Semaphore(concurrency)                        # for what is done in the background
+    scoring = asyncio.Semaphore(concurrency)                        # for work in the background
 
     async def add(number, row):
-        """row: it, or the async function that gives it."""
+        """row: the row, or an async function that returns it."""
         if callable(row):
             row = await row()
             scoring.release()
@@ -170,7 +169,7 @@ async def make_rows(rows, make_row, waiting, concurrency, progress):
         progress.update()
 
     async def work():
-        """Make one row after the other."""
+        """Make one row after another."""
         nonlocal num_in_a_row
         for number, item in waiting:
             if num_in_a_row >= max(20, concurrency):
@@ -192,23 +191,23 @@ async def make_rows(rows, make_row, waiting, concurrency, progress):
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
                 group.create_task(work())
-    except BaseExceptionGroup as errors:                             # the first has ended the others
+    except BaseExceptionGroup as errors:                             # the first one ended the others
         raise errors.exceptions[0] from None
     return failures
 
 
 def add_rows(rows, items, make_row, concurrency, group=1, execute=asyncio.run):
-    """Make the rows that a RowFile lacks, `concurrency` at a time on each rank: one that is made gives its
-    place to the next. Returns why rows of any rank have failed, a line each, for finish_rows.
+    """Make the rows that a RowFile lacks, `concurrency` at a time on each rank: when one is done, the next starts.
+    Returns why rows of any rank failed, one line each, for finish_rows.
 
-    items: what each row is made from.
-    make_row(item): a coroutine that gives the row, or an async function that gives it (scoring). This one runs in the
-    background, so that it cannot change which requests share a batch; at most twice `concurrency` of them wait, so that
-    a kill costs no more than that.
-    group: so many rows, one after the other, are made by one rank. The groups that lack rows are shared out evenly.
-    execute: runs a coroutine; of an asyncio.Runner where this is called again, as a server's client needs.
+    items: one for each row.
+    make_row(item): a coroutine that returns the row, or an async function that returns it (scoring). This function runs
+    in the background, so that it cannot change which requests share a batch; at most twice `concurrency` of them wait,
+    so a kill loses no more than that.
+    group: one rank makes this many consecutive rows. Groups with missing rows are distributed evenly.
+    execute: runs a coroutine. Repeated calls need the one of an asyncio.Runner, for the server's client.
 
-    A row that has no reply (ReplyError) is left out. After many of them in a row a rank begins no further one."""
+    A row without a reply (ReplyError) is skipped. After many of them in a row a rank starts no more rows."""
     run = rows.runtime
     missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
     groups = set(sorted({number // group for number, _ in missing})[run.rank::run.world_size])
@@ -219,11 +218,11 @@ def add_rows(rows, items, make_row, concurrency, group=1, execute=asyncio.run):
 
 
 def finish_rows(rows, num_rows, failures):
-    """Finish a file of rows. Where any have failed, all ranks end with status 2; the same command makes what is missing
-    then."""
+    """Finish a file of rows. If any failed, all ranks exit with status 2; the same command then makes the missing ones.
+    """
     if rows.runtime.rank == 0 and not failures:
         rows.finish(num_rows)
     barrier()                                                        # a rank that leaves early would end the others
     if failures:
         raise InputError(f"{rows.out}: {num_rows - len(rows.find()):,} of {num_rows:,} rows are missing, the first "
-                         f"failed with {failures[0]}; run the same command again to go on")
+                         f"failed with {failures[0]}; run the same command again to continue")

@@ -1,4 +1,4 @@
-"""Log-probabilities of actions, and a head's numbers: padded batches, trees and their mask, many items at once."""
+"""Log-probabilities of actions, and a head's outputs: padded batches, trees and their mask, many items at once."""
 import collections
 import hashlib
 import math
@@ -37,16 +37,16 @@ from lib.runtime import barrier, gather, InputError, is_main, say
 
 # A sequence of tokens, with the actions in it.
 # ids             token ids
-# action_ids      of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
-#                 simulator, c). An action is what gets one log-probability: an agent's turn (critics, rft, sft), a
-#                 candidate (sweet), a whole dialogue (mtdpo: as_one_action); in examples/grpo.py a single token
+# action_ids      each token's action number; -1 if it is only read (prompts, the simulator, c). An action gets one
+#                 log-probability: it is an agent's turn (critics, rft, sft), a candidate (sweet), a whole dialogue
+#                 (mtdpo: as_one_action) or, in examples/grpo.py, a single token
 # prompt_length   None or, for a tree, the number of its prompt's tokens: several actions continue one prompt, which is
 #                 computed once; each action sees the prompt and itself
 Sequence = namedtuple("Sequence", "ids action_ids prompt_length", defaults=(None,))
 
 
 def without_trees(item):
-    """The item with a sequence for each action of a tree."""
+    """The item with each tree replaced by one sequence per action."""
     sequences = []
     for sequence in item:
         if sequence.prompt_length is None:
@@ -60,17 +60,17 @@ def without_trees(item):
 
 
 def items_of(examples):
-    """All items of examples, in their order, as collate takes them."""
+    """All items of examples, in their order, as input of collate."""
     return [item for example in examples for item in example.items]
 
 
 def item_length(item):
-    """The number of tokens of the longest sequence of an item."""
+    """Number of tokens in the longest sequence of an item."""
     return max(len(sequence.ids) for sequence in item)
 
 
 def num_positions(sequence):
-    """How many positions a sequence needs: one a token; for a tree, those of its prompt and its longest action."""
+    """Number of positions that a sequence needs: one per token; for a tree, its prompt and its longest action."""
     if sequence.prompt_length is None:
         return len(sequence.ids)
     return sequence.prompt_length + max(collections.Counter(sequence.action_ids[sequence.prompt_length:]).values())
@@ -83,7 +83,7 @@ def num_actions(item):
 # ---------------------------------------------------------------------------------------------------------------------
 # batches
 #
-# In shapes: R rows (sequences), T tokens of the longest, B items, M most actions of an item, N action tokens, P pairs,
+# Shapes: R rows (sequences), T tokens of the longest row, B items, M most actions of an item, N action tokens, P pairs,
 # H hidden size, V vocabulary
 
 Batch = namedtuple("Batch", "ids positions action_ids previous item_index lengths action_tokens mask")
@@ -93,16 +93,16 @@ def collate(items, device="cpu"):
     """Pad items (each a list of sequences) on the right to one Batch:
 
     ids             (R, T) token ids, 0 where padded
-    positions       (R, T) position of each token; a tree's actions all begin where its prompt ends
-    action_ids      (R, T) as of Sequence, -1 where padded
-    previous        (R, T) place of the token before; for the first token of a tree's action, of the prompt's last
+    positions       (R, T) position of each token; a tree's actions all start where its prompt ends
+    action_ids      (R, T) as in Sequence, -1 where padded
+    previous        (R, T) index of the token before; for the first token of a tree's action, of the prompt's last
     item_index      (R,)   the item of each row
-    lengths         (B, M) number of tokens of each item's actions, 0 where it has no such action
-    action_tokens   (2, N) row and place of each token of an action
+    lengths         (B, M) number of tokens in each item's actions; 0: no such action
+    action_tokens   (2, N) row and index of each action token
     mask            None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)"""
     sequences = [sequence for item in items for sequence in item]
     item_index = [number for number, item in enumerate(items) for _ in item]
-    # Of a list of 2,000 numbers NumPy makes an array in a fifth of the time that torch takes.
+    # NumPy converts a list of 2,000 numbers five times as fast as torch.
     ids = pad_sequence([torch.from_numpy(np.array(sequence.ids)) for sequence in sequences], batch_first=True)
     action_ids = [torch.from_numpy(np.array(sequence.action_ids)) for sequence in sequences]
     action_ids = pad_sequence(action_ids, batch_first=True, padding_value=-1)
@@ -118,12 +118,12 @@ def collate(items, device="cpu"):
         numbers = action_ids[r, is_action]
         counts = torch.bincount(numbers, minlength=most_actions)                          # (M,)
         lengths[item_index[r]] += counts
-        if sequence.prompt_length is not None:           # a tree: its actions lie in the order of their numbers
-            begins = sequence.prompt_length + counts.cumsum(0) - counts                   # (M,) where actions begin
+        if sequence.prompt_length is not None:           # a tree: its actions are in the order of their numbers
+            begins = sequence.prompt_length + counts.cumsum(0) - counts                   # (M,) where actions start
             positions[r, is_action] += sequence.prompt_length - begins[numbers]
             previous[r, begins[counts > 0]] = sequence.prompt_length - 1
-            positions[r, len(sequence.ids):] = 0         # padding, which may be longer than the model has positions
-    action_tokens = (action_ids >= 0).nonzero().t()       # here: a GPU would have to end all work before it knew N
+            positions[r, len(sequence.ids):] = 0         # padding may exceed the model's positions
+    action_tokens = (action_ids >= 0).nonzero().t()       # on the CPU: on a GPU nonzero() would force a sync
     action_ids = action_ids.to(device)
     tensors = [ids, positions, action_ids, previous, torch.tensor(item_index), lengths, action_tokens]
     tensors = [tensor.to(device) for tensor in tensors]
@@ -131,10 +131,10 @@ def collate(items, device="cpu"):
 
 
 def tree_mask(sequences, action_ids):
-    """Which tokens (fourth axis) each token (third) of a batch sees, (R, 1, T, T) bool; None where none is a tree.
+    """Mask of the tokens (fourth axis) that each token (third) sees, (R, 1, T, T) bool; None if no row is a tree.
 
-    In a tree these are the tokens before it of its own action and of the prompt; else all tokens before it.
-    action_ids: (R, T), as of collate."""
+    In a tree a token sees the earlier tokens of its own action and of the prompt; elsewhere all earlier tokens.
+    action_ids: (R, T), as in collate."""
     is_tree = torch.tensor([sequence.prompt_length is not None for sequence in sequences])  # (R,)
     if not is_tree.any():
         return None
@@ -151,10 +151,10 @@ def tree_mask(sequences, action_ids):
 
 
 def batch_pairs(examples):
-    """The pairs of several examples, whose items are numbered through as collate takes them, as a tensor (P, 2, 2):
-    of each pair the chosen and the rejected action, of each action its item and number.
+    """The pairs of several examples as a tensor (P, 2, 2): for each pair the chosen and the rejected action, for each
+    action its item (numbered over all examples, as in collate) and its number.
 
-    For two examples of one item with pairs ((0, 0), (0, 1)) and ((0, 2), (0, 1)) it is
+    Two examples of one item with pairs ((0, 0), (0, 1)) and ((0, 2), (0, 1)) give
         [[[0, 0], [0, 1]], [[1, 2], [1, 1]]]"""
     pairs, first_item = [], 0
     for example in examples:
@@ -170,13 +170,13 @@ def batch_pairs(examples):
 # a batch: action_logps or action_values, (B, M)
 
 class Scorer(torch.nn.Module):
-    """A causal language model that gives each action of a batch (collate) its log-probability, (B, M); 0 where an item
-    has no such action.
+    """A causal language model that returns the log-probability of each action of a batch (collate), (B, M); 0: no such
+    action.
 
-    03 and 04 call this, never the model (but to sample). Where it is split over the ranks, a call gathers what it
-    needs, and keeps part of it for the backward pass: without gradients call action_outputs, which frees that."""
+    Call this instead of the model, except to sample. When sharded, a call gathers weights and keeps some for backward:
+    without gradients use action_outputs, which frees them."""
 
-    open_model = staticmethod(load_model)       # a whole one: (name, device, dtype) -> (model, its tokenizer)
+    open_model = staticmethod(load_model)       # an unsharded model: (name, device, dtype) -> (model, its tokenizer)
 
     def __init__(self, model):
         super().__init__()
@@ -184,7 +184,7 @@ class Scorer(torch.nn.Module):
         self.takes_trees = takes_masks(model)
 
     def collate(self, items, device):
-        """The Batch of items; without trees for a model that takes no masks of ours."""
+        """The Batch of items; without trees if the model does not take our masks."""
         return collate(self.without_trees(items), device)
 
     def without_trees(self, items):
@@ -193,32 +193,32 @@ class Scorer(torch.nn.Module):
         return [without_trees(item) for item in items]
 
     def check_logits(self, name):
-        """lib.load.check_logits, where the logits are used."""
+        """lib.load.check_logits, for a scorer that uses the logits."""
         check_logits(self.model, name)
 
     def reset_head(self):
-        """There is none."""
+        """Nothing to do: there is no head."""
 
     def check_positions(self, items):
-        """TooLong where a sequence goes on for more tokens than the model takes."""
+        """Raises TooLong if a sequence exceeds the model's context length."""
         most = most_positions(self.model.config)
         longest = max((num_positions(sequence) for item in items for sequence in item), default=0)
         if longest > most:
             raise TooLong(f"{self.model.name_or_path}: takes {most:,.0f} tokens, and a prompt with its action has up "
-                          f"to {longest:,} (with c, for a critic); in training --max-length leaves out what is longer")
+                          f"to {longest:,} (with c, for a critic); in training --max-length drops longer ones")
 
     def hidden_states(self, batch):
         """The last hidden state of each token, (R, T, H)."""
         return hidden_states(self.model, batch)
 
     def forward(self, batch, outputs_of=None):
-        """outputs_of: what a fork asks of (projection, hidden states, batch) in place of action_logps."""
+        """outputs_of(projection, hidden states, batch): a fork's function in place of action_logps."""
         outputs_of = outputs_of or action_logps
         return outputs_of(projection_of(self.model), self.hidden_states(batch), batch)
 
 
 class HeadScorer(Scorer):
-    """A model with a head, a linear layer from a hidden state to one number, which it gives for each action."""
+    """A model with a head, a linear layer from a hidden state to one number; returns this number for each action."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -226,14 +226,14 @@ class HeadScorer(Scorer):
         self.reset_head()
         output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         if output.weight is not embeddings.weight:
-            # It gets no gradients, and so no optimiser state; a run could not be resumed with it.
+            # Unused here, so it has no optimizer state, which would break resuming.
             output.requires_grad_(False)
 
     def check_logits(self, name):
-        """They are not used."""
+        """Nothing to check: a head does not use the logits."""
 
     def reset_head(self):
-        """An untrained head gives every action 0."""
+        """An untrained head scores every action 0."""
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
@@ -242,16 +242,16 @@ class HeadScorer(Scorer):
 
 
 class TooLong(InputError):
-    """More tokens than a model takes."""
+    """A sequence exceeds a model's context length."""
 
 
 def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
-    mask = None                                   # rows are padded on the right: with causal attention no token sees it
+    mask = None                                   # padding is on the right: with causal attention no token sees it
     if batch.mask is not None:
         mask = decoder_mask(model, sliding_window(model), batch.mask, batch.positions, batch.positions)
     positions = batch.positions
-    if positions.device.type in WIDTH_STEP:                          # here padding may have no place in the model
+    if positions.device.type in WIDTH_STEP:                          # padding may exceed the model's positions
         most = most_positions(model.config)
         positions = positions.clamp(max=min(most, positions.shape[1]) - 1)
     output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=positions, use_cache=False)
@@ -265,8 +265,8 @@ MAX_SLOPES = 2 ** 31                                                # kept for t
 def token_logps(projection, hidden, ids):
     """Log-probabilities (N,) of the tokens `ids` (N,), each after the state `hidden` (N, H) of the token before it.
 
-    projection: the model's Projection. Logits are float32 sums, whatever states and weights are in: in bfloat16
-    a logit of 20 is rounded by .06, more than the advantages of many candidates differ."""
+    projection: the model's Projection. Logits are float32 sums, whatever the type of states and weights: bfloat16
+    rounds a logit of 20 by .06, more than the difference between many candidates' advantages."""
     def logps_of(logits, ids):
         return -F.cross_entropy(logits, ids, reduction="none")                                    # (n,)
     return in_chunks(logps_of, projection, hidden, ids)
@@ -274,9 +274,9 @@ def token_logps(projection, hidden, ids):
 
 def in_chunks(function, projection, hidden, *tensors):
     """function(logits, *tensors) (N,) of the float32 logits (N, V) of states `hidden` (N, H) and of tensors (N, …), in
-    parts of about MAX_LOGITS logits; each number must depend on its own row alone, and the tensors get no gradient.
-    Where there are several parts, their logits are made again in the backward pass. In bfloat16 on a GPU
-    RowValues keeps up to MAX_SLOPES slopes instead."""
+    parts of about MAX_LOGITS logits. Each result must depend only on its own row, and the tensors get no gradient.
+    With several parts, their logits are recomputed in the backward pass. In bfloat16 on a GPU RowValues keeps up to
+    MAX_SLOPES slopes instead."""
     weight, bias, _, _ = projection
     keeps_slopes = has_fast_bfloat16(hidden, weight) and torch.is_grad_enabled()
 
@@ -310,14 +310,14 @@ def action_sums(batch, values):
 
 def action_logps(projection, hidden, batch):
     """The log-probability of each action, summed over its tokens (agent_turns), (B, M) float32.
-    hidden: (R, T, H). The vocabulary projection runs at action tokens alone."""
+    hidden: (R, T, H). The vocabulary projection is computed only at action tokens."""
     r, t = batch.action_tokens
     before = hidden[r, batch.previous[r, t]]                                              # (N, H)
     return action_sums(batch, token_logps(projection, before, batch.ids[r, t]))
 
 
 def action_values(head, hidden, batch):
-    """A head's number for each action, from the mean of its tokens' hidden states (R, T, H); (B, M) float32."""
+    """A head's output for each action, from the mean of its tokens' hidden states (R, T, H); (B, M) float32."""
     r, t = batch.action_tokens
     states = hidden[r, t].float()                                                         # (N, H)
     lengths = batch.lengths.clamp(min=1)                                                  # (B, M)
@@ -327,15 +327,14 @@ def action_values(head, hidden, batch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# many items: action_outputs, [(actions,)]; example_outputs of examples, [[(actions,)]]; padded_outputs of some of these
-# again (B, M)
+# many items: action_outputs, [(actions,)]; example_outputs, [[(actions,)]]; padded_outputs, which are (B, M) again
 
 def action_outputs(scorer, items, max_tokens):
-    """scorer(batch) of many items, in evaluation mode and without gradients: a list of float32 tensors (number of
+    """scorer(batch) for many items, in evaluation mode and without gradients: a list of float32 tensors (number of
     actions of the item,).
 
-    Items go through it in batches of at most `max_tokens` padded tokens; a longer item is a batch of its own. If it is
-    split over the ranks, every rank must call this with the same items, and takes its part of the batches."""
+    Batches have at most `max_tokens` padded tokens; a longer item is a separate batch. If the scorer is split over the
+    ranks, every rank must call this with the same items and computes a share of the batches."""
     scorer.check_positions(items)
     items = scorer.without_trees(items)
     chunks = chunks_of(items, max_tokens)
@@ -346,7 +345,7 @@ def action_outputs(scorer, items, max_tokens):
     scorer.eval()
     starts = range(0, len(chunks), world_size)
     for first in tqdm(starts, "tokens scored", unit="pass", leave=False, delay=10, disable=rank > 0):
-        # Ranks gather layers together, so all make equally many passes: a rank without a chunk repeats the last one.
+        # Ranks gather layers together, so all need equally many passes: a rank without a chunk repeats the last one.
         chunk = chunks[min(first + rank, len(chunks) - 1)]
         with torch.no_grad():
             values = scorer(scorer.collate([items[i] for i in chunk], scorer.model.device)).cpu()  # (B, M)
@@ -361,12 +360,12 @@ def action_outputs(scorer, items, max_tokens):
 
 
 def padded(outputs):
-    """The action_outputs of some items as one tensor (B, M), 0 where an item has no such action."""
+    """The action_outputs of some items as one tensor (B, M); 0: no such action."""
     return pad_sequence(outputs, batch_first=True)
 
 
 def action_lengths(items):
-    """How many tokens the actions of items have, (B, M); 0 where an item has no such action."""
+    """Number of tokens in each action of items, (B, M); 0: no such action."""
     lengths = []
     for item in items:
         action_ids = torch.tensor([number for sequence in item for number in sequence.action_ids])
@@ -375,12 +374,12 @@ def action_lengths(items):
 
 
 def chunks_of(items, max_tokens):
-    """Lists of item numbers, the longest items first, so that a list padded has at most `max_tokens` tokens if it has
-    more than one item."""
+    """Lists of item numbers, the longest items first. A list with several items has at most `max_tokens` padded tokens.
+    """
     lengths = [item_length(item) for item in items]
     chunks, num_rows = [], 0
     for i in sorted(range(len(items)), key=lambda i: -lengths[i]):
-        # the first item of a chunk is its longest
+        # the first item of a chunk is the longest one
         if chunks and (num_rows + len(items[i])) * lengths[chunks[-1][0]] <= max_tokens:
             chunks[-1].append(i)
             num_rows += len(items[i])
@@ -401,20 +400,20 @@ def example_outputs(scorer, examples, max_tokens):
 
 
 def padded_outputs(outputs, device="cpu"):
-    """The example_outputs of some examples as one tensor (B, M), 0 where an item has no such action."""
+    """The example_outputs of some examples as one tensor (B, M); 0: no such action."""
     return padded([values for items in outputs for values in items]).to(device)
 
 
 def reference_logps(folder, scorer, examples, max_tokens):
-    """example_outputs under the reference model, which the scorer is before its first update, with its adapter off: to
-    be called before training.Loop loads the saved state of a resumed run. They are kept in `folder`/ref.pt for a run
-    that goes on with the same examples."""
+    """example_outputs under the reference model: the scorer before its first update, with its adapter off. Call this
+    before training.Loop loads the saved state of a resumed run. The outputs are cached in `folder`/ref.pt for a run
+    that continues with the same examples."""
     path = pathlib.Path(folder) / "ref.pt"
     digest = hashlib.sha256()
     for item in items_of(examples):
         digest.update(repr(item).encode())
     kept = torch.load(path, weights_only=True) if path.exists() else {}
-    barrier()                                                        # all have read it
+    barrier()                                                        # until all ranks have read it
     if kept.get("examples") == digest.hexdigest():
         return kept["outputs"]
     say(f"reference log-probabilities of {len(examples):,} examples")
@@ -431,7 +430,7 @@ def reference_logps(folder, scorer, examples, max_tokens):
 # loading
 
 def load_scorer(name, run, sharding, lora=None, kind=Scorer):
-    """A Scorer for training, or for scoring with a model that is too large for one rank: split over the ranks.
+    """A Scorer split over the ranks, for training, or for scoring with a model that is too large for one rank.
     kind: Scorer or a subclass."""
     scorer = load_sharded(name, run, sharding, lora, kind)
     scorer.reset_head()
@@ -441,25 +440,25 @@ def load_scorer(name, run, sharding, lora=None, kind=Scorer):
 
 
 def load_whole(device, dtype="float32"):
-    """A `load` for critics: whole models on this rank."""
+    """A `load` for critics that loads whole models on this rank."""
     def load(name, lora=None, kind=Scorer):
         model, _ = kind.open_model(name, device, dtype)
         if lora:
-            add_adapter(model, lora, getattr(torch, dtype))            # as in a pass of a model that is split
+            add_adapter(model, lora, getattr(torch, dtype))            # as in a forward pass of a sharded model
         return kind(model)
     return load
 
 
 def for_scoring(scorer):
-    """The Scorer in evaluation mode. Where it is split, no backward pass needs its layers again."""
+    """The Scorer in evaluation mode. If sharded, it frees layers after use, as there is no backward pass."""
     if hasattr(scorer, "set_reshard_after_forward"):
         scorer.set_reshard_after_forward(True)
     return scorer.eval()
 
 
 def load_trained(folder, load, kind):
-    """The Scorer of a critic's folder, for scoring; an adapter's is that of its base model with the adapter.
-    load: load_scorer or of load_whole. kind: Scorer or a subclass."""
+    """The Scorer of a critic's folder, for scoring. For an adapter: its base model with the adapter.
+    load: training.Job.load, or load_whole(device). kind: Scorer or a subclass."""
     lora = folder_config(folder)
     scorer = load(base_of(folder) if lora else folder, lora=lora, kind=kind)
     if lora:

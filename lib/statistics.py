@@ -2,21 +2,21 @@
 
 trajectory   has "task_id" and, if the method has several runs, "run" (its number)
 eval_score   eval_score(trajectory) is the number that is compared
-metrics      {name of a method: its metrics}; metric: the key of the metric that methods are compared by"""
+metrics      {name of a method: its metrics}; metric: key of the metric by which methods are compared"""
 import collections
 
 import numpy as np
 
 NUM_RESAMPLES = 20_000
 CHUNK = 400                      # resamples at a time
-TIE = 1e-6                       # returns that differ by no more are equal
+TIE = 1e-6                       # largest difference between equal returns
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # means
 
 def outcomes_of_runs(trajectories, eval_score):
-    """{task_id: [eval_score of each of its dialogues]} of each run (a name may have several files)."""
+    """For each run (a name may have several files): {task_id: [eval_score of each of its dialogues]}."""
     runs = {}
     for trajectory in trajectories:
         outcomes = runs.setdefault(trajectory.get("run", 0), {})
@@ -51,7 +51,7 @@ def bootstrap_interval(values, families=None):
     """95 % percentile interval [low, high] of the mean of `values`: (tasks,), or (runs, tasks).
 
     Tasks are resampled, and runs, independently of the tasks.
-    families: one a task. Families are resampled, too, and then as many tasks of each drawn family as it has."""
+    families: one per task. Families are resampled first, then as many tasks of each drawn family as it has."""
     values = np.array(values, float, ndmin=2)                                              # (runs, tasks)
     if families is None:
         families = np.zeros(values.shape[1])
@@ -67,8 +67,8 @@ def bootstrap_interval(values, families=None):
 
 
 def drawn_tasks(families, rng):
-    """CHUNK draws of F families, each with as many of its tasks as it has, at most M: (numbers of tasks (CHUNK, F, M),
-    which of them count)."""
+    """CHUNK draws of F families, each with as many tasks as it has, at most M: (numbers of tasks (CHUNK, F, M), which
+    of them count)."""
     _, family_of_task, sizes = np.unique(families, return_inverse=True, return_counts=True)
     tasks_by_family = np.argsort(family_of_task, kind="stable")
     drawn_families = rng.integers(len(sizes), size=(CHUNK, len(sizes), 1))
@@ -83,8 +83,8 @@ def intervals(values, tasks, trajectories, is_share=True):
     """{"ci95", "ci95_families", "runs", "notes"} of `values` (runs, tasks).
 
     tasks          their ids
-    ci95           equal values leave a bootstrap no width: there is none, but if all are 1 or all are 0, a share
-                   (is_share) has the exact one of so many tasks (Clopper-Pearson)
+    ci95           missing if all values are equal, as a bootstrap then has no width; but a share (is_share) of 0 or 1
+                   has the exact interval for this number of tasks (Clopper-Pearson)
     ci95_families  if every task states a family, and not all the same
     runs           the mean of each run, if there are several"""
     result = {}
@@ -167,7 +167,7 @@ def rank_correlation(a, b):
 
 
 def average_ranks(values):
-    """Ranks from 0 as an array, equal values sharing the mean of theirs: [3, 1, 3] -> [1.5, 0.0, 1.5]."""
+    """Ranks from 0 as an array; equal values share their mean rank: [3, 1, 3] -> [1.5, 0.0, 1.5]."""
     gaps = np.subtract.outer(values, values)
     num_below = (gaps > 0).sum(1)
     num_equal = (gaps == 0).sum(1)
@@ -193,8 +193,8 @@ def turn_kinds(task, history, domain):
 def measure_turns(trajectories, domain):
     """Give every trajectory the "kinds" of its agent turns and "known": was all that matters known before the last one?
 
-    Returns {"all_known", "success_when_known", "success_when_not_known", "turns": {kind: share}} of one method; a
-    success of no dialogue is left out. If a task does not say what matters, its "known" is None, and the result {}."""
+    Returns {"all_known", "success_when_known", "success_when_not_known", "turns": {kind: share}} of one method, without
+    a success that has no dialogues. If a task does not say what matters, its "known" is None and the result is {}."""
     outcomes = {True: [], False: [], None: []}                       # by "known"
     kinds = collections.Counter()
     for trajectory in trajectories:
@@ -220,7 +220,7 @@ def measure_turns(trajectories, domain):
 # tables, as lines of aligned text
 
 def aligned(headings, rows):
-    """Lines of a table of texts: the first column is aligned to the left, the others to the right."""
+    """Lines of a table of texts: the first column is left-aligned, the others right-aligned."""
     table = [headings, *rows]
     first_width, *widths = [max(map(len, column)) for column in zip(*table)]
     lines = []
@@ -232,13 +232,13 @@ def aligned(headings, rows):
 
 
 def interval(bounds, sign=""):
-    """"[.12, .34]" with three digits; sign "+": with signs, of differences."""
+    """"[.12, .34]" with three digits; sign "+": with signs, for differences."""
     low, high = bounds
     return f"[{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
 def heading_of(metric):
-    """What a table calls a metric: "success_rate" -> "success"."""
+    """Column heading of a metric: "success_rate" -> "success"."""
     return metric.removesuffix("_rate").replace("_", " ")
 
 
@@ -263,7 +263,7 @@ def result_table(metrics, metric, domain_columns, baseline):
         ("win_rate_ci95", "95 %", ""),
         ("ties", "ties", ".3f"),
     ]
-    table = [["", *metrics]]                                         # its columns
+    table = [["", *metrics]]                                         # columns
     for key, heading, form in columns:
         cells = [cell_of(method, key, form) for method in metrics.values()]
         if set(cells) != {"-"}:
@@ -283,7 +283,7 @@ def difference_cell(difference):
 
 
 def note_lines(metrics):
-    """Notes below the comparison, and what its intervals do not cover."""
+    """Notes below the comparison, including limits of its intervals."""
     lines = []
     for name, method in metrics.items():
         lines += [f"{name}: {note}" for note in method.get("notes", [])]
@@ -294,12 +294,12 @@ def note_lines(metrics):
     if single:
         lines.append(f"one run of {', '.join(single)}: the intervals exclude seed variance")
     if few:
-        lines.append(f"fewer than five runs of {', '.join(few)}: where runs differ much the intervals are too narrow")
+        lines.append(f"fewer than five runs of {', '.join(few)}: the intervals are too narrow if runs differ much")
     return lines
 
 
 def detail_lines(metrics, baseline):
-    """The intervals over families and the mean of each run, of the methods and differences that have them."""
+    """Intervals over families and the mean of each run, for the methods and differences that have them."""
     measured = {}
     for name, method in metrics.items():
         measured[name] = method

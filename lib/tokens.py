@@ -1,4 +1,4 @@
-"""Tokens of a dialogue: chat templates, and the prompt and ids of a turn, be it sampled, logged or rendered."""
+"""Tokens of a dialogue: chat templates, and the prompt and ids of a turn, whether sampled, logged or rendered."""
 import collections
 import functools
 import hashlib
@@ -15,18 +15,18 @@ from lib.runtime import InputError, is_main, one_line, read_json, say, write_jso
 # ids and texts
 
 def encode(tokenizer, text):
-    """The ids of `text`; a lone surrogate, which tokenizers refuse, is read as "?"."""
+    """The ids of `text`. A lone surrogate, which tokenizers refuse, becomes "?"."""
     return tokenizer(text.encode(errors="replace").decode(), add_special_tokens=False)["input_ids"]
 
 
 def decode(tokenizer, ids):
-    """The text of ids as they were sampled, without special tokens but with the marks of thoughts (THOUGHTS)."""
+    """The text of sampled ids, without special tokens except the marks of thoughts (THOUGHTS)."""
     seen = [number for number in ids if number not in unseen_ids(tokenizer)]
     return tokenizer.decode(seen, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def continuation(tokenizer, prompt, text):
-    """The ids of `text` where it follows a prompt (text), as far as no token reaches over the border."""
+    """The ids of `text` after a prompt (text), tokenized together unless a token crosses the border."""
     read, whole = encode(tokenizer, prompt), encode(tokenizer, prompt + text)
     if whole[:len(read)] == read:
         return whole[len(read):]
@@ -35,25 +35,25 @@ def continuation(tokenizer, prompt, text):
 
 @functools.lru_cache
 def special_tokens(tokenizer):
-    """A pattern for the first character of every text that becomes a control token."""
+    """A pattern that matches the first character of every text that becomes a control token."""
     texts = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in texts) or "(?!)")
 
 
 def plain(tokenizer, text):
-    """The text, in which the name of a control token stays text: a zero-width space follows its first character."""
+    """The text with control tokens defused: a zero-width space follows their first character."""
     return special_tokens(tokenizer).sub(lambda match: match[0] + "\u200b", text)
 
 
 @functools.lru_cache
 def tokenizer_name(tokenizer):
-    """A hash of what decides the ids of a dialogue: vocabulary and chat template, or several by their names. Saving a
-    tokenizer can change the order of these, and line ends, which a template reads alike."""
+    """Hash of a tokenizer: vocabulary and chat template (or several named ones), which determine the ids of a dialogue.
+    It ignores the order of templates and line ends, which saving a tokenizer can change."""
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):
         templates = {"default": str(templates)}
     templates = {name: re.sub(r"\r\n?", "\n", templates[name]) for name in sorted(templates)}
-    if list(templates) == ["default"]:                              # is saved without its name
+    if list(templates) == ["default"]:                              # saving drops this name
         templates = templates["default"]
     content = json.dumps([sorted(tokenizer.get_vocab().items()), templates])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -62,25 +62,24 @@ def tokenizer_name(tokenizer):
 # ---------------------------------------------------------------------------------------------------------------------
 # thoughts, which open a turn and are not shown
 
-# The marks between which a model's thoughts stand
+# Start and end marks of a model's thoughts
 THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
 
 
 @functools.lru_cache
 def unseen_ids(tokenizer):
-    """The ids of special tokens but for the marks of thoughts, which may be special, too (Mistral's)."""
+    """The ids of special tokens, except marks of thoughts, which may be special too (Mistral)."""
     marks = {mark for kind in THOUGHTS for mark in kind}
     return {number for number, token in tokenizer.added_tokens_decoder.items()
             if token.special and token.content not in marks}
 
 
 def strip_thoughts(text, prompt=None):
-    """What the other side sees of what a model said after a prompt: all but the thoughts (THOUGHTS) that open its turn,
-    of which the last may have no end. The prompt may have opened the first. Marks that stand later are text, an
-    answer's string, say.
+    """A model's turn without the thoughts (THOUGHTS) that open it, as the other side sees it. The prompt may have
+    opened the first thought, and the last may have no end. Later marks are text, e.g. a string in an answer.
     "<think>a</think> b" -> "b", "a<think>b</think>" stays; after the prompt "?<think>": "a</think>b" -> "b".
 
-    prompt: None where it is not known (a server's): it has then opened a thought whose end alone is there."""
+    prompt: None if unknown (a server's). A thought with only an end was then opened by the prompt."""
     text = text.strip()
     if prompt is None and not any(begin in text for begin, _ in THOUGHTS):
         return without_thoughts(text).strip()
@@ -94,8 +93,8 @@ def strip_thoughts(text, prompt=None):
 
 
 def end_of_thought(text, end):
-    """Where what follows the thought at the beginning of a text stands: behind the first mark `end` that is not between
-    quotation marks, as a thought about thoughts names it, else behind the first."""
+    """Index after the thought at the start of a text: after the first mark `end` that is not in quotation marks (a
+    thought may mention it), else after the first one."""
     ends = list(re.finditer(re.escape(end), text))
     for match in ends:
         before, behind = text[match.start() - 1], text[match.end():match.end() + 1]
@@ -108,7 +107,7 @@ def end_of_thought(text, end):
 # chat templates
 
 def plain_chat(tokenizer, chat):
-    """Messages whose contents (texts, or lists of texts and images) name no control token."""
+    """Messages with control tokens defused in their contents (texts, or lists of texts and images)."""
     messages = []
     for message in chat:
         content = message["content"]
@@ -121,9 +120,9 @@ def plain_chat(tokenizer, chat):
 
 
 def render_chat(tokenizer, chat, **options):
-    """The text of a chat (messages) by the template of a tokenizer or processor; InputError where the template fails.
-    Where it raises an error at a system message (Gemma 2's, Mistral's), the system prompt opens the first message of
-    the user, as in Gemma 3's. Contents are text alone (plain_chat)."""
+    """Text of a chat (messages), rendered by the template of a tokenizer or processor. Control tokens in contents are
+    defused (plain_chat). If the template rejects a system message (Gemma 2, Mistral), the system prompt is put at the
+    start of the first user message, as Gemma 3's template does. Raises InputError if the template fails."""
     text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     try:
         return tokenizer.apply_chat_template(plain_chat(text_tokenizer, chat), tokenize=False, **options)
@@ -138,7 +137,7 @@ def render_chat(tokenizer, chat, **options):
 
 @functools.lru_cache
 def generation_cue(tokenizer):
-    """The text with which the template opens an agent's turn."""
+    """The text that opens an agent's turn in the template."""
     chat = [{"role": "user", "content": "?"}]
     plain = render_chat(tokenizer, chat, add_generation_prompt=False)
     return render_chat(tokenizer, chat, add_generation_prompt=True).removeprefix(plain)
@@ -146,8 +145,8 @@ def generation_cue(tokenizer):
 
 @functools.lru_cache
 def end_of_turn(tokenizer):
-    """The id with which the template ends an agent's turn (of Gemma and Phi-3 it is not the tokenizer's eos_token); the
-    eos_token's where the template ends it with no such token."""
+    """The id that ends an agent's turn in the template (for Gemma and Phi-3 not the tokenizer's eos_token); the
+    eos_token's id if the template has none."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Nothing"}]
     _, message, ending = render_chat(tokenizer, chat).rpartition("Nothing")
     ids = encode(tokenizer, ending.lstrip())
@@ -165,11 +164,11 @@ def stop_ids(model, tokenizer):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what the agent sees
+# the agent's view of a dialogue
 
 AGENT = record({"system_prompt": str}, {"chat_template_args": dict})
 LAST_ROUND = "\n(last round)"
-# The beginning of a logged prompt: the system prompt in Llama 3's template (which puts two dates in front) or ChatML
+# The start of a logged prompt: the system prompt in Llama 3's template (after two dates) or in ChatML
 LOGGED_SYSTEM = re.compile(
     r"(?:<\|begin_of_text\|>)*<\|start_header_id\|>system<\|end_header_id\|>\n\n"
     r"(?:Cutting Knowledge Date: [^\n]*\n)?(?:Today Date: [^\n]*\n)?\n?(.*?)<\|eot_id\|>|"
@@ -185,9 +184,9 @@ def agent_chat(trajectory, history):
 def agent_messages(history, max_rounds, our_prompt, system=None):
     """The chat that an agent sees before its next turn: a system prompt and the dialogue.
 
-    The prompt is the domain's, our_prompt; the user's message that opens the last round then ends with a note.
-    system: a text that replaces this prompt and the note.
-    `c` is not an argument: no model that plays the agent can see it."""
+    our_prompt: the domain's prompt; the user message that opens the last round then ends with a note.
+    system: replaces this prompt and drops the note.
+    `c` is not an argument: no agent model can see it."""
     prompt = our_prompt if system is None else system
     messages = [{"role": "system", "content": prompt}] if prompt or system is not None else []
     for turn in history:
@@ -198,18 +197,18 @@ def agent_messages(history, max_rounds, our_prompt, system=None):
 
 
 def template_args(trajectory):
-    """The arguments of the chat template that the agent of a trajectory had (02 --chat-template-args)."""
+    """The agent's chat template arguments in a trajectory (02 --chat-template-args)."""
     return trajectory.get("chat_template_args", {})
 
 
 def our_system(trajectory):
-    """The system prompt that our agent had in a trajectory."""
+    """Our own system prompt for the agent of a trajectory."""
     return domain_of(trajectory["task"]).agent_system(trajectory.get("max_rounds", 10))
 
 
 def system_prompt(trajectory):
-    """The system prompt that the agent of a trajectory had: its "system_prompt" (of 02 --system-prompt), or the one in
-    the logged prompt of its first turn (published files). None: ours, or one that cannot be read."""
+    """The agent's system prompt in a trajectory: its "system_prompt" (02 --system-prompt), or the one in the logged
+    prompt of its first turn (published files). None: ours, or one that cannot be read."""
     text = trajectory.get("system_prompt")
     if text is None:
         first = next(turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant")
@@ -219,13 +218,14 @@ def system_prompt(trajectory):
 
 
 def shown_system(trajectory):
-    """The system prompt that the agent of a trajectory had, also where it is ours; it may be empty."""
+    """The agent's system prompt in a trajectory, even if it is ours; it may be empty."""
     text = system_prompt(trajectory)
     return our_system(trajectory) if text is None else text
 
 
 def note_prompt(folder, trajectories):
-    """Write agent.json into an agent's `folder`: what its prompts were made with in training (check_prompt)."""
+    """Write agent.json into an agent's `folder`: its system prompt and template arguments in training (check_prompt).
+    """
     notes = collections.Counter()
     for trajectory in trajectories:
         note = {"system_prompt": shown_system(trajectory), "chat_template_args": template_args(trajectory)}
@@ -233,14 +233,14 @@ def note_prompt(folder, trajectories):
     [(note, count)] = notes.most_common(1)
     if len(notes) > 1:
         say(f"{len(trajectories) - count:,} of {len(trajectories):,} trajectories have another system prompt, or other "
-            "arguments of the chat template, than most")
+            "chat template arguments, than most")
     if is_main():
         write_json(pathlib.Path(folder) / "agent.json", json.loads(note))
 
 
 def check_prompt(agent, tokenizer, system, arguments):
-    """Say if an agent (a folder of 04) was trained with another system prompt, or other arguments of the chat template,
-    than it has now, unless the template renders both alike."""
+    """Warn if an agent (a folder of 04) was trained with another system prompt, or other chat template arguments, than
+    it has now, unless the template renders both alike."""
     path = pathlib.Path(agent) / "agent.json"
     if not path.is_file():
         return
@@ -251,30 +251,30 @@ def check_prompt(agent, tokenizer, system, arguments):
         return render_chat(tokenizer, chat, add_generation_prompt=True, **arguments)
     trained_prompt = prompt_with(note["system_prompt"], note.get("chat_template_args", {}))
     if trained_prompt != prompt_with(system, arguments):
-        say(f"{agent}: was trained with another system prompt, or other arguments of the chat template, than it has "
-            f"here; {path} has them (--system-prompt FILE, --max-rounds, --chat-template-args)")
+        say(f"{agent}: was trained with another system prompt, or other chat template arguments, than it has here; "
+            f"{path} has them (--system-prompt FILE, --max-rounds, --chat-template-args)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the prompt and ids of a turn
 
 def prompt_text(tokenizer, trajectory, history):
-    """The text that the agent of a trajectory continues after `history`, with the cue of its turn."""
+    """The prompt of a trajectory's agent after `history`, ending with the cue of its turn."""
     chat = agent_chat(trajectory, history)
     return render_chat(tokenizer, chat, add_generation_prompt=True, **template_args(trajectory))
 
 
 def agent_turns(tokenizer, trajectory, counts=None):
-    """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows.
-    The ids end with the end-of-turn token, but for sampled turns that --max-new-tokens has cut.
+    """[(prompt text, action ids)] of a trajectory's agent turns, as close to the sampled ones as the file allows.
+    The ids end with the end-of-turn token, except in sampled turns cut by --max-new-tokens.
 
-    A turn is of one of three kinds, which `counts` (a Counter) counts:
+    A turn is of one of three kinds, which are counted in `counts` (a Counter):
     "as sampled"      this tokenizer sampled it: the ids are in the file
     "as logged"       its logged prompt ends with this template's cue (published files): ids come from the raw output
-    "rendered again"  else: prompt and ids are what the template makes of the turns"""
+    "rendered again"  else: the template renders prompt and ids from the turns"""
     history = trajectory["dialogue_history"]
     is_sampled = trajectory.get("tokenizer") == tokenizer_name(tokenizer)
-    cue = generation_cue(tokenizer)                                  # "" of a template that has none
+    cue = generation_cue(tokenizer)                                  # "" if the template has none
     end = end_of_turn(tokenizer)
     turns = []
     for index, turn in enumerate(history):
@@ -291,7 +291,7 @@ def agent_turns(tokenizer, trajectory, counts=None):
             kind = "rendered again"
             prompt, text = rendered_turn(tokenizer, trajectory, index)
             action = [*continuation(tokenizer, prompt, text), end]
-            if trajectory.get("system_prompt", "").strip() not in prompt:       # that of models/tiny shows none
+            if trajectory.get("system_prompt", "").strip() not in prompt:       # models/tiny's template omits it
                 kind += " without their system prompt, which the template leaves out"
         turns.append((prompt, action))
         if counts is not None:
@@ -300,9 +300,9 @@ def agent_turns(tokenizer, trajectory, counts=None):
 
 
 def rendered_turn(tokenizer, trajectory, index):
-    """(prompt, action), texts of an agent's turn as the template writes them in a dialogue that ends with it. The
-    prompt ends with the cue or, where the template opens a finished turn in another way (a cue that begins a thought,
-    say), just before the content."""
+    """(prompt, action), the texts of an agent's turn, rendered by the template in a dialogue that ends with this turn.
+    The prompt ends with the cue or, if the template opens a finished turn in another way (e.g. the cue starts a
+    thought), just before the content."""
     history = trajectory["dialogue_history"]
     content = history[index]["content"]
     prompt = prompt_text(tokenizer, trajectory, history[:index])
@@ -319,6 +319,6 @@ def rendered_turn(tokenizer, trajectory, index):
 
 
 def say_kinds(what, kinds):
-    """Say how many turns are of which kind (agent_turns), if there are any."""
+    """Report how many turns are of each kind (agent_turns), if there are any."""
     if kinds:
         say(f"{what}: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}")

@@ -22,8 +22,8 @@ from lib.scorer import item_length, load_scorer, Scorer
 class Schedule(NamedTuple):
     """The optimizer steps of a run: flags of flags.add_training."""
 
-    batch_size: int                 # examples of a step, over all ranks
-    micro_batch_size: int           # examples of a pass
+    batch_size: int                 # examples per step, over all ranks
+    micro_batch_size: int           # examples per forward pass
     epochs: int
     max_steps: int | None
     lr: float
@@ -32,18 +32,18 @@ class Schedule(NamedTuple):
 
 
 class Job:
-    """What 03, 04 and its forks have in common: the flags of flags.add_training by name, the ranks and the output.
+    """Shared by 03, 04 and its forks: the flags of flags.add_training by name, the ranks and the output.
 
     run         runtime.start()
     output      runtime.Output, a folder
     path        of the trajectories, for errors
-    model       the name of the model that is trained
+    model       name of the model that is trained
     beta, nll_coef              of eq. 2 and 4
     sharding    load.Sharding
     max_length, max_tokens      tokens of an example, and of a pass without gradients"""
 
     def __init__(self, flags, inputs):
-        """flags: all of the stage, {name: value}. inputs: what else the output depends on (Output)."""
+        """flags: all of the stage, {name: value}. inputs: further inputs of the output (Output)."""
         self.run = runtime.start(flags["seed"])
         self.output = runtime.Output(flags["out"], flags, [flags["trajectories"], flags["model"], *inputs], folder=True)
         self.path = flags["trajectories"]
@@ -57,12 +57,12 @@ class Job:
         self.merge = flags["merge"]
 
     def load(self, name, lora=None, kind=Scorer):
-        """A Scorer that is split over the ranks (load_scorer)."""
+        """A Scorer, split over the ranks (load_scorer)."""
         return load_scorer(name, self.run, self.sharding, lora, kind)
 
     def fitting_numbers(self, examples):
-        """The numbers of the examples whose sequences all have at most --max-length tokens; says how many have not.
-        InputError where all are longer."""
+        """Numbers of the examples whose sequences all fit --max-length; reports how many are dropped.
+        Raises InputError if none fits."""
         numbers = [i for i, example in enumerate(examples) if longest_sequence(example) <= self.max_length]
         num_long = len(examples) - len(numbers)
         if not numbers:
@@ -74,18 +74,18 @@ class Job:
 
 
 def longest_sequence(example):
-    """The number of tokens of the longest sequence of an example (common.Example)."""
+    """Number of tokens in the longest sequence of an example (common.Example)."""
     return max(map(item_length, example.items))
 
 
 def num_tokens(example):
-    """The tokens of an example in all its sequences."""
+    """Number of tokens in all sequences of an example."""
     return sum(len(sequence.ids) for item in example.items for sequence in item)
 
 
 def show_samples(tokenizer, example):
-    """Print an example as text before training, with the tokens that the loss sees in [brackets]; each action of a tree
-    begins a line."""
+    """Print an example as text before training, with the tokens that the loss sees in [brackets]. Each action of a tree
+    starts a new line."""
     for sequence in itertools.chain(*example.items):
         text = ""
         for number, places in itertools.groupby(range(len(sequence.ids)), sequence.action_ids.__getitem__):
@@ -93,12 +93,12 @@ def show_samples(tokenizer, example):
             if number >= 0:
                 piece = f"[{piece}]" if sequence.prompt_length is None else f"\n[{piece}]"
             text += piece
-        text = re.sub(r"(<\|\w+\|>)\1{3,}", r"\1 …", text)                          # tokens of a picture
+        text = re.sub(r"(<\|\w+\|>)\1{3,}", r"\1 …", text)                          # an image's tokens
         say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
 
 
 def epoch_batches(num_items, batch_size, epochs, seed):
-    """Batches of item indices for a whole run: one seeded permutation an epoch, the last batch of each may be short."""
+    """Batches of item indices for a whole run: one seeded permutation per epoch, whose last batch may be short."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(epochs):
@@ -107,9 +107,9 @@ def epoch_batches(num_items, batch_size, epochs, seed):
     return batches
 
 
-# What the paper leaves open, as the published runs have it
-WARMUP_FRAC = 0.03                                                  # of the steps, with a rising learning rate
-FINAL_LR_FRAC = 0.1                         # of the peak learning rate, where the cosine would end after the last step
+# The paper does not state these; the values are those of the published runs
+WARMUP_FRAC = 0.03                                                  # of the steps
+FINAL_LR_FRAC = 0.1                         # of the peak learning rate, one step after the end of the run
 ADAM_BETAS = 0.9, 0.95
 WEIGHT_DECAY = 0.0
 MAX_GRAD_NORM = 1.0
@@ -117,8 +117,8 @@ PRINT_EVERY = 10                                                    # steps
 
 
 def learning_rate(step, num_steps, peak):
-    """Linear warm-up over WARMUP_FRAC of the steps, then a cosine; step from 0. The cosine would reach FINAL_LR_FRAC of
-    the peak one step after the last one, which still has more: .145 of the peak in a run of 8 steps."""
+    """Linear warm-up over WARMUP_FRAC of the steps, then a cosine; step counts from 0. The cosine would reach
+    FINAL_LR_FRAC of the peak one step after the last one, which has more: .145 of the peak in a run of 8 steps."""
     warmup = max(1, round(WARMUP_FRAC * num_steps))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -130,9 +130,9 @@ def learning_rate(step, num_steps, peak):
 def rank_batches(batch, examples, job):
     """This rank's share of a batch of example numbers, in micro-batches: yields (numbers, weights (examples,)).
 
-    Examples of like length go together, so that little is padded.
-    All ranks make the same number of micro-batches, because they gather layers together: where a rank has fewer
-    examples than others, the batch's shortest is a dummy example with weight 0; all others have weight 1."""
+    Examples of similar length go together, to reduce padding.
+    All ranks make the same number of micro-batches, because they gather layers together: a rank with fewer examples
+    than others adds the batch's shortest as a dummy example with weight 0; all others have weight 1."""
     batch = sorted(batch, key=lambda i: longest_sequence(examples[i]))
     mine = batch[job.run.rank::job.run.world_size]
     weights = [1.0] * len(mine)
@@ -144,13 +144,13 @@ def rank_batches(batch, examples, job):
         yield mine[first:first + size], torch.tensor(weights[first:first + size], device=job.run.device)
 
 
-# Two rewards closer than this count as equal: rounding of up to 8e-7 and 3e-4 was seen
+# Two rewards closer than this count as equal; the largest rounding errors seen were 8e-7 and 3e-4
 EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
 def preference_numbers(chosen, rejected, nll, dtype):
-    """What a log line shows of preferences, {name: (P,)}: the chosen one's implicit reward, its mean NLL, the margin.
-    A pair of equal rewards (EQUAL_MARGIN) is half right, as all are before the first update (except with 03
+    """Numbers of pairs for the log, {name: (P,)}: accuracy, margin, the chosen side's implicit reward and mean NLL.
+    A pair of equal rewards (EQUAL_MARGIN) is half right, as all pairs are before the first update (except with 03
     --reference-sees-c no)."""
     margin = chosen - rejected
     right = torch.where(margin.abs() <= EQUAL_MARGIN[dtype], 0.5, (margin > 0).float())
@@ -158,18 +158,18 @@ def preference_numbers(chosen, rejected, nll, dtype):
 
 
 class Loop:
-    """The training loop apart from the loss: order of the examples, optimizer steps, log, saved states. A run that was
-    killed goes on from its last saved state.
+    """The training loop without the loss: order of the examples, optimizer steps, log, saved states. A killed run
+    continues from its last saved state.
 
-    The numbers of each step are kept in metrics.jsonl and tracked, those of each tenth step are printed. They are of
-    that step alone: loss has its further terms in it, chosen and margin are rewards (beta times log-ratios).
+    The numbers of each step are written to metrics.jsonl and tracked; every tenth step is printed. They cover only
+    that step: loss includes its further terms, chosen and margin are rewards (beta times log-ratios).
 
         for step, batch_numbers in loop.steps():
             for micro, weights in rank_batches(batch_numbers, examples, job):
                 loop.backward({"loss": …}, weights / num_terms)     # num_terms: of the step, whose loss is a mean
             loop.update(step)
 
-    train_mode: whether dropout is on. It is off for preferences: the reference model's numbers have none either."""
+    train_mode: whether dropout is on. It is off for preferences, as the reference log-probs have none either."""
 
     def __init__(self, scorer, examples, job, train_mode=True):
         self.scorer = scorer
@@ -190,31 +190,31 @@ class Loop:
         self.track = open_track(self.output)
         self.seconds = rows[-1]["seconds"] if rows else 0
         self.last = time.perf_counter()
-        self.tokens = 0                                             # trained on since the last saved state
+        self.tokens = 0                                             # trained tokens since the last saved state
 
     def steps(self):
-        """Yields (step, the numbers of its examples) for each step that is left."""
+        """Yield (step, the numbers of its examples) for each remaining step."""
         self.scorer.train(self.train_mode)
         for step in range(self.first_step, self.num_steps):
-            # for dropout: ranks draw different numbers, and a resumed run the same again
+            # for dropout: ranks draw different numbers, a resumed run the same ones again
             number = self.schedule.seed * self.num_steps + step
             torch.manual_seed(number * self.run.world_size + self.run.rank)
             self.sums = collections.Counter()
             yield step, self.batches[step]
 
     def backward(self, terms, weights):
-        """Accumulate the gradient of sum(terms["loss"] * weights), (examples,) each: those of micro-batches and ranks
-        add up until update(). The weighted sum of each of the terms is added to the step's numbers in the log."""
+        """Accumulate the gradient of sum(terms["loss"] * weights), (examples,) each: micro-batches and ranks add up
+        until update(). The weighted sum of each term is added to the step's numbers in the log."""
         loss = (terms["loss"] * weights).sum()
         (loss * self.run.world_size).backward()                     # FSDP takes the ranks' mean, the batch is their sum
         for name, value in terms.items():
             self.sums[name] += (value.detach() * weights).sum().double()
 
     def update(self, step):
-        """Clip the gradient's norm to MAX_GRAD_NORM, make an AdamW step, zero the gradient; then a line of the log and,
-        every --save-every steps, a saved state.
+        """Clip the gradient's norm to MAX_GRAD_NORM, take an AdamW step and zero the gradient; then write a log line
+        and, every --save-every steps, a saved state.
 
-        InputError on all ranks, before anything is updated, where the loss or the gradient's norm is not finite."""
+        Raises InputError on all ranks, before anything is updated, if the loss or the gradient's norm is not finite."""
         grad_norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), MAX_GRAD_NORM)
         grad_norm = whole_tensor(grad_norm).item()
         totals = torch.stack(list(self.sums.values()))
@@ -225,8 +225,8 @@ class Loop:
         if not math.isfinite(numbers["loss"] + grad_norm):
             tasks = ", ".join({example.task_id for example in examples})
             raise InputError(f"{self.output.path}: step {done} of {self.num_steps}: the loss is {numbers['loss']:g} "
-                             f"and the norm of its gradient {grad_norm:g}; no model is written: lower --lr or --beta, "
-                             f"or look at its tasks ({tasks})")
+                             f"and its gradient norm {grad_norm:g}; no model is written: lower --lr or --beta, or "
+                             f"look at its tasks ({tasks})")
         lr = learning_rate(step, self.num_steps, self.schedule.lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -240,7 +240,7 @@ class Loop:
             self.tokens = 0
 
     def log(self, step, num_tokens, numbers):
-        """`step` counts from 1; `num_tokens` were trained on by all ranks in this step."""
+        """Write a log line. `step` counts from 1; `num_tokens`: of all ranks in this step."""
         now = time.perf_counter()
         step_s = now - self.last
         self.last = now
@@ -261,9 +261,9 @@ class Loop:
 
 
 class Checkpoints:
-    """What a run needs to go on, in `folder`/states/STEP: the shards of model and optimiser by
-    torch.distributed.checkpoint, the last two that are whole; read again on any number of ranks. Order, schedule and
-    seeds follow from the step and the arguments."""
+    """The last two complete states of a run, in `folder`/states/STEP: shards of model and optimiser by
+    torch.distributed.checkpoint, which any number of ranks can load. Order, schedule and seeds follow from the step and
+    the arguments."""
 
     def __init__(self, folder, model, optimizer):
         self.folder = pathlib.Path(folder, "states")
@@ -271,11 +271,11 @@ class Checkpoints:
         self.optimizer = optimizer
 
     def whole(self):
-        """Steps of the states that are whole: .metadata is written last."""
+        """Steps of the complete states: .metadata is written last."""
         return sorted(int(path.parent.name) for path in self.folder.glob("*/.metadata"))
 
     def state(self):
-        """Without what is not trained: a resumed run reads that from the model's files again."""
+        """Omits frozen parameters; a resumed run reloads them from the model's files."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
         model, optimizer = get_state_dict(self.model, self.optimizer)
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -288,7 +288,7 @@ class Checkpoints:
         from torch.distributed import checkpoint as dcp
         folder = self.folder / str(step)
         if is_main():
-            shutil.rmtree(folder, ignore_errors=True)               # of a kill
+            shutil.rmtree(folder, ignore_errors=True)               # left by a killed run
         barrier()
         dcp.save(self.state(), checkpoint_id=folder)
         if is_main():
@@ -297,7 +297,7 @@ class Checkpoints:
         runtime.trim_memory()
 
     def load(self):
-        """Load the last whole state, and return its step (0: a new run)."""
+        """Load the last complete state and return its step (0: a new run)."""
         from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.state_dict import set_state_dict, StateDictOptions
@@ -305,7 +305,7 @@ class Checkpoints:
         barrier()
         if step:
             state = self.state()
-            # What gets no gradient (Gemma 3's vision tower) has no optimiser state.
+            # Parameters without a gradient (Gemma 3's vision tower) have no optimiser state.
             planner = DefaultLoadPlanner(allow_partial_load=True)
             dcp.load({"model": state["model"]}, checkpoint_id=self.folder / str(step))
             dcp.load({"optimizer": state["optimizer"]}, checkpoint_id=self.folder / str(step), planner=planner)
@@ -317,10 +317,10 @@ class Checkpoints:
 
 @runtime.on_main
 def cut_metrics(path, step):
-    """Cut metrics.jsonl back to the rows up to `step`; returns these."""
+    """Cut metrics.jsonl back to the rows up to `step`; return these rows."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
-        if line.endswith("}"):                                      # a kill may have cut the last
+        if line.endswith("}"):                                      # a kill may have cut the last line
             rows.append(json.loads(line))
     rows = [row for row in rows if row["step"] <= step]
     with runtime.whole_file(path) as file:
@@ -333,25 +333,25 @@ def adamw(scorer, lr):
     """AdamW of the parameters that are not frozen."""
     trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
     if lr < 1e-5 and sum(parameter.numel() for parameter in scorer.parameters()) < 1e7:
-        say(f"--lr {lr:g} is for a model of 8B, and a small one hardly learns by it: run.sh's rates are in "
+        say(f"--lr {lr:g} is meant for 8B models; small models barely learn at this rate: run.sh's rates are in "
             "scripts/recipes.toml")
-    # fused: makes no copies of all parameters
+    # fused: does not copy all parameters
     return torch.optim.AdamW(trained, lr=lr, betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def finish_training(job, scorer, tokenizer):
-    """Write the trained model (and a critic's head beside it) into the output, mark the folder as complete, and remove
-    what only a resumed run needs."""
+    """Write the trained model (and a critic's head) into the output, mark the folder as complete, and remove files that
+    only a resumed run needs."""
     folder = job.output.path
     save_model(folder, scorer.model, tokenizer, job.merge)
     head = getattr(scorer, "head", None)
     if head is not None:
-        # not as safetensors: what serves the folder as a plain model would take it for a part of the model
+        # not as safetensors: a server would load it as part of the model
         head = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in head.named_parameters()}
     if is_main():
         if head is not None:
             torch.save(head, folder / "turn_head.pt")
-        (folder / "COMPLETED").touch()                              # first: a kill from here on costs no training
+        (folder / "COMPLETED").touch()                              # first, so that a kill from here on loses nothing
         for name in ("states", "initial"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "ref.pt").unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Vision-language models: a user simulator that sees pages, and a visual critic.
 
-A view, ((caption, document or None), …), is what such a critic is shown of a turn (`views` of a domain)."""
+A view, ((caption, document or None), …), is the visual critic's input for a turn (`views` of a domain)."""
 import copy
 import itertools
 from collections import namedtuple
@@ -15,15 +15,15 @@ from lib.statistics import agent_places
 from lib.tokens import decode, encode, plain_chat, render_chat, stop_ids
 
 MAX_PIXELS = 1280 * 28 * 28
-BLACK = 56, 56                                  # width and height of what stands for an image that is not there
+BLACK = 56, 56                                  # size of the placeholder for a missing image
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # loading
 
 def load_processor(name):
-    """A vision-language model's tokenizer, chat template and image processor in one. Qwen2-VL's is put together without
-    the video processor, which needs torchvision, and scales images down to MAX_PIXELS, if not to fewer."""
+    """A vision-language model's tokenizer, chat template and image processor in one. Qwen2-VL's is built without the
+    video processor, which needs torchvision, and scales images down to at most MAX_PIXELS."""
     import transformers
     if not read_config(name).model_type.startswith("qwen"):
         return from_pretrained(transformers.AutoProcessor, name)
@@ -40,20 +40,20 @@ def load_vision(name, device, dtype="float32"):
     """(model, processor) of any vision-language model, for vision_reply."""
     import transformers
     if type(read_config(name)) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        raise InputError(f"{name}: sees no images; name a vision-language model (Qwen2-VL, say)")
+        raise InputError(f"{name}: sees no images; name a vision-language model (e.g. Qwen2-VL)")
     model = load_files(transformers.AutoModelForImageTextToText, name, getattr(torch, dtype))
     return model.to(device).eval(), load_processor(name)
 
 
 def critic_processor(name, score, domain, path):
-    """The processor of a model that is trained as a visual critic; InputError where it cannot be one.
-    score: --score. path: of the trajectories, which are of the domain."""
+    """The processor of a model that is trained as a visual critic. Raises InputError if it cannot be one.
+    score: --score. path: of the domain's trajectories."""
     if not domain.views:
-        raise InputError(f"{name}: a model that sees can be no critic of {domain.NOUN}s ({path}), which have nothing "
-                         "to see; name a language model")
+        raise InputError(f"{name}: a vision-language model cannot be a critic of {domain.NOUN}s ({path}): they have no "
+                         "rendered view; name a language model")
     if score == "logratio":
-        raise InputError(f"{name}: a model that sees needs --score regression (or value); --score logratio reads the "
-                         "text of the solution, with any language model")
+        raise InputError(f"{name}: a vision-language model needs --score regression (or value); --score logratio needs "
+                         "a language model, which reads the text of the solution")
     if not read_config(name).model_type.startswith("qwen"):
         raise InputError(f"{name}: a visual critic must be of the Qwen2-VL family")
     processor = load_processor(name)
@@ -66,14 +66,14 @@ def critic_processor(name, score, domain, path):
 
 @torch.no_grad()
 def vision_reply(model, processor, messages, max_new_tokens):
-    """The likeliest Reply of a vision-language model (load_vision) to messages whose contents are lists of
+    """The greedy Reply of a vision-language model (load_vision) to messages whose contents are lists of
     {"type": "text", "text"} and {"type": "image", "path" or "image"}."""
     from transformers import GenerationConfig
     messages = plain_chat(processor.tokenizer, messages)
     inputs = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True,
                                            return_tensors="pt").to(model.device, model.dtype)
     stops, length = stop_ids(model, processor.tokenizer), inputs["input_ids"].shape[1]
-    # every field that a model's own generation_config may set
+    # sets every field that the model's own generation_config may set
     config = GenerationConfig(do_sample=False, temperature=None, top_k=None, top_p=None, num_beams=1,
                               repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
                               eos_token_id=stops, pad_token_id=stops[0])
@@ -82,9 +82,9 @@ def vision_reply(model, processor, messages, max_new_tokens):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the visual critic: a head on all tokens of what it is shown
+# the visual critic: a head on all tokens of a view
 
-# A sequence that shows images; all of its tokens are one action. images: their files (None: a black one)
+# A sequence with images; all of its tokens are one action. images: their files (None: a black image)
 VisualSequence = namedtuple("VisualSequence", "ids action_ids prompt_length images")
 VisualBatch = namedtuple("VisualBatch", (*Batch._fields, "images"))      # images: of all sequences, in their order
 
@@ -99,14 +99,14 @@ class VisualScorer(HeadScorer):
         self.processor = load_processor(model.name_or_path)
 
     def check_positions(self, items):
-        """Images have positions of their own kind."""
+        """Nothing to check: images are numbered in rows and columns."""
 
     def collate(self, items, device):
         images = [image for item in items for sequence in item for image in sequence.images]
         return VisualBatch(*collate(items, device), images)
 
     def hidden_states(self, batch):
-        """The model gives the tokens of images positions in rows and columns."""
+        """Last hidden states (R, T, H). The model numbers the tokens of images in rows and columns."""
         pixels = read_images(self.processor, batch.images)
         tensors = {name: values.to(batch.ids.device) for name, values in pixels.items()}
         is_image = (batch.ids == self.model.config.image_token_id).int()
@@ -115,11 +115,11 @@ class VisualScorer(HeadScorer):
 
 
 class VisualCritic:
-    """A critic that is shown pages; it has the methods of common.TextCritic.
+    """A critic that is shown pages. It has the methods of common.TextCritic that 02 and 04 call.
 
     score      "regression" or "value", what its head was trained for
-    domain     whose `views` say what of a turn is shown
-    show       documents -> {document: image file, None where it cannot be rendered}; on all ranks"""
+    domain     its `views` select what is shown
+    show       documents -> {document: image file, None if it cannot be rendered}; on all ranks"""
 
     scorer_class = VisualScorer
     normalize = "none"
@@ -131,19 +131,19 @@ class VisualCritic:
         self.domain = domain
         self.show = show
         self.critic_sees_c = critic_sees_c
-        self.processor = processor                                   # load() has it else
+        self.processor = processor                                   # None: load() sets it
 
     @property
     def tokenizer(self):
-        """What is saved with the model."""
+        """Saved with the model."""
         return self.processor
 
     def prompt(self, prompt, task, sees_c):
-        """It reads no prompt of the agent's: no c stands in front of it."""
+        """The agent's prompt, unchanged: this critic does not read it."""
         return prompt
 
     def view(self, task, history, sees_c):
-        """What is shown of the agent's turn that ends a history."""
+        """The view of the agent's turn at the end of a history."""
         return tuple(self.domain.views(task, history, sees_c))
 
     def trajectory_items(self, trajectories, sees_c):
@@ -160,7 +160,7 @@ class VisualCritic:
         return items
 
     def action_views(self, states):
-        """What each action of States would show: a list of views for each state."""
+        """The view of each action of States: a list of views for each state."""
         views = []
         for state in states:
             actions = [{"role": "assistant", "content": text} for text in state.texts]
@@ -177,7 +177,7 @@ class VisualCritic:
         return [[number_of[view] for view in state_views] for state_views in views]
 
     def view_sequences(self, views):
-        """{view: its sequence} of some lists of views."""
+        """{view: its sequence} for some lists of views."""
         files = self.show(documents_of(views))
         sequences = {}
         for view in itertools.chain(*views):
@@ -186,14 +186,14 @@ class VisualCritic:
         return sequences
 
     async def seeing(self, states, environment):
-        """This critic with the pictures that score_actions(states) needs, drawn by an environment."""
+        """Prepare for score_actions(states): a copy of this critic with the images, rendered by an environment."""
         files = await environment.show(documents_of(self.action_views(states)))
         critic = copy.copy(self)
         critic.show = lambda documents: files
         return critic
 
     def load(self, load, max_tokens):
-        """As of LogRatioCritic."""
+        """As in LogRatioCritic."""
         self.max_tokens = max_tokens
         self.scorer = load_trained(self.folder, load, VisualScorer)
         load_head(self.scorer.head, self.folder)
@@ -203,27 +203,27 @@ class VisualCritic:
         self.scorer = None
 
     def check_tokenizer(self, tokenizer, agent):
-        """It reads no tokens of the agent's."""
+        """Nothing to check: it does not read the agent's tokens."""
 
     def empty_prompts(self, task, history):
         return list(self.domain.views(task, history, self.critic_sees_c))
 
     def note(self):
-        """What critic.json keeps of it."""
+        """Its fields in critic.json."""
         return {"score": self.score, "normalize": self.normalize, "critic_sees_c": self.critic_sees_c,
                 "reference_sees_c": self.reference_sees_c, "visual": True}
 
     def describe(self):
-        return f"{self.folder}: scores are the numbers of its {self.score} head"
+        return f"{self.folder}: scores are the outputs of its {self.score} head"
 
 
 def as_action(sequence, number):
-    """A VisualSequence as the action of this number."""
+    """A VisualSequence as the action with this number."""
     return sequence._replace(action_ids=[number] * len(sequence.ids))
 
 
 def documents_of(views):
-    """All documents that some lists of views show, each once."""
+    """All documents in some lists of views, each once."""
     documents = []
     for view in itertools.chain(*views):
         documents += [document for _, document in view if document]
@@ -231,8 +231,8 @@ def documents_of(views):
 
 
 def image_sequence(processor, view, files):
-    """The VisualSequence that shows a view, as action 0. An image's place in the chat becomes as many tokens as it has.
-    files: {document: image file}."""
+    """The VisualSequence of a view, as action 0. Each image placeholder in the chat is repeated to the image's number
+    of tokens. files: {document: image file}."""
     images = tuple(files.get(document) for _, document in view)
     content = []
     for caption, _ in view:
@@ -248,13 +248,13 @@ def image_sequence(processor, view, files):
 
 
 def open_image(path):
-    """The image in a file; None: a black one."""
+    """The image in a file; None: a black image."""
     from PIL import Image
     return Image.open(path) if path else Image.new("RGB", BLACK)
 
 
 def read_images(processor, paths):
-    """{"pixel_values": (patches of all, values), "image_grid_thw": (number, 3)} of image files."""
+    """{"pixel_values": (patches of all images, values), "image_grid_thw": (images, 3)} of image files."""
     read = {path: processor.image_processor(open_image(path), return_tensors="pt") for path in dict.fromkeys(paths)}
     pixels = torch.cat([read[path]["pixel_values"] for path in paths])
     grids = torch.cat([read[path]["image_grid_thw"] for path in paths])

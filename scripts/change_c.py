@@ -1,9 +1,9 @@
-"""Trajectories whose critic reads another c than the solution of their task.
+"""Changes c in trajectories, so that a critic reads another text than the solution of the task.
 
 Reads   trajectories.jsonl (02), with rewards.
 Writes  trajectories.jsonl with other solutions; dialogues and rewards stay.
 
---kind exchanged   the solution of another task of the same family: what inaccurate information costs
+--kind exchanged   the solution of another task of the same family, to measure the cost of inaccurate information
 --kind facts       the solution, followed by a comment for each fact that the agent has to ask for, with its value
 
     python scripts/change_c.py --kind facts --trajectories out/offline.jsonl --out out/offline-facts.jsonl
@@ -23,7 +23,7 @@ COMMENT = {"function": "#", "query": "--"}
 
 
 def exchanged_solutions(tasks):
-    """{task_id: the solution of the next task of its family}; its own where the family has no other."""
+    """{task_id: the solution of the next task of its family}; its own if the family has no other task."""
     families = collections.defaultdict(list)                         # {family: names of its tasks}
     for name in sorted(tasks):
         families[tasks[name]["family"]].append(name)
@@ -37,7 +37,7 @@ def exchanged_solutions(tasks):
 
 
 def with_facts(task):
-    """The solution of a task, and below it the facts that the agent has to ask for."""
+    """The solution of a task, followed by the facts that the agent has to ask for."""
     comment, lines = COMMENT[domain_of(task).NOUN], [task["ground_truth"]]
     for fact in task["facts"]:
         if fact["matters"] and not fact["told"]:

@@ -1,11 +1,11 @@
-"""Measures on dialogues of held-out tasks whether a base model reads c, or how well a critic (03) ranks turns.
+"""Measures, on dialogues of held-out tasks, whether a base model reads c, or how well a critic (03) ranks turns.
 
 --gates   reads dialogues (02), writes gates.json: the mean summed log-probability of a turn under a model, without c
-          and with c in front of the dialogue: of the logged questions by their kind, and of the right answer and
-          another one of its family (another task's) as a first turn.
+          and with c in front of the dialogue. The turns are the logged questions by kind and, as a first turn, the
+          right answer and that of another task of the family.
 --critic  reads dialogues of 02 --branch, writes ranks.json: the rank correlation (Spearman) of the critic's scores of
-          actions with the mean return of the dialogues that go on from them. It is the mean of a task's states, then
-          the mean over tasks, with its 95 % interval by bootstrap over tasks.
+          actions with the mean return of the dialogues that continue from them. It is a mean over a task's states, then
+          over tasks, with its 95 % interval by bootstrap over tasks.
 
     python scripts/critics.py --trajectories out/base.jsonl --gates models/tiny --out out/gates
     python scripts/critics.py --trajectories out/branches.jsonl --critic out/critic --out out/ranks
@@ -15,7 +15,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import common  # noqa: E402  the repository's modules, wherever this is started
+import common  # noqa: E402  from the repository, whatever the working directory
 from colbench import domain_of, task_id  # noqa: E402
 from lib import data, statistics  # noqa: E402
 from lib.flags import add_reference, argument_parser, text_flag  # noqa: E402
@@ -25,15 +25,15 @@ from lib.scorer import action_outputs, load_whole, Scorer
 from lib.tokens import encode, end_of_turn, prompt_text, tokenizer_name  # noqa: E402
 
 MAX_TOKENS = 16384               # of a batch, and of a dialogue
-MAX_DIALOGUES = 200              # whose turns the gates ask about
+MAX_DIALOGUES = 200              # used for the gates
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # gates: does a model read c?
 
 def probes_of(trajectory, other_task, domain):
-    """(kind, the turns before it, its text) of the turns whose log-probability is asked: the logged ones that ask, the
-    right answer at once, and another task's answer at once."""
+    """Yield (kind, the turns before it, its text) of the turns to measure: the logged questions, the right answer at
+    once, and another task's answer at once."""
     task, history = trajectory["task"], trajectory["dialogue_history"]
     for place, kind in zip(statistics.agent_places(history), statistics.turn_kinds(task, history, domain)):
         if "answer" not in kind:
@@ -46,7 +46,7 @@ def probes_of(trajectory, other_task, domain):
 def measure_gates(trajectories, domain, model_name, device):
     """{kind of turn: {"n", "without_c", "with_c": mean log-probabilities}} under a model."""
     model, tokenizer = load_model(model_name, device)
-    kinds, items, items_with_c = [], [], []                          # of a dialogue with one turn of the agent each
+    kinds, items, items_with_c = [], [], []                          # each of a dialogue with one agent turn
     first_of_family = {}
     for trajectory in trajectories[:MAX_DIALOGUES]:
         task = trajectory["task"]
@@ -74,13 +74,13 @@ def measure_gates(trajectories, domain, model_name, device):
 # a critic: rank correlation with Monte-Carlo returns
 
 def branched_states(path, dialogues, domain):
-    """(States, for each of them the mean return of each of its actions) of a file of 02 --branch.
+    """(States, and for each state the mean return of each action) from a file of 02 --branch.
 
-    States whose actions have equal returns are left out."""
+    States whose actions have equal returns are dropped."""
     states = {}                                        # {(task_id, run, sample, turn): (a dialogue, {ids: returns})}
     for dialogue in dialogues:
         if "branch" not in dialogue:
-            raise InputError(f"{path}: no dialogues of 02_rollout.py --branch")
+            raise InputError(f"{path}: not made by 02_rollout.py --branch")
         place = dialogue["branch"]["turn"]
         state = dialogue["task_id"], dialogue["branch"].get("run"), dialogue["branch"]["sample"], place
         ids = tuple(dialogue["dialogue_history"][place]["output_ids"])
@@ -100,15 +100,15 @@ def branched_states(path, dialogues, domain):
 
 
 def return_correlation(points, returns, scores):
-    """{"rank_correlation", "num_states", and "ci95" unless all tasks have one mean} of scores of actions with their
-    returns, a list for each state."""
-    correlations = {}                                                # {task_id: those of its states}
+    """{"rank_correlation", "num_states", and "ci95" unless all tasks have the same mean} of actions' scores with their
+    returns, each a list for each state."""
+    correlations = {}                                                # {task_id: correlations of its states}
     for point, point_returns, point_scores in zip(points, returns, scores):
         correlation = statistics.rank_correlation(point_scores, point_returns)
         correlations.setdefault(task_id(point.task), []).append(correlation)
     means = [statistics.mean(values) for values in correlations.values()]
     measured = {"rank_correlation": statistics.mean(means), "num_states": len(points)}
-    if max(means) - min(means) > 1e-9:                               # else a bootstrap has no width
+    if max(means) - min(means) > 1e-9:                               # else the interval has no width
         measured["ci95"] = statistics.bootstrap_interval(means)
     return measured
 
@@ -129,7 +129,7 @@ def measure_ranks(args, trajectories, domain, device):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def gate_lines(gates, model_name):
-    lines = [f"{model_name}: log-probability of a turn, of at most {MAX_DIALOGUES} dialogues",
+    lines = [f"{model_name}: log-probability of a turn, in at most {MAX_DIALOGUES} dialogues",
              "                            n  without c     with c"]
     for kind, gate in gates.items():
         lines.append("{:22} {n:6,} {without_c:10.2f} {with_c:10.2f}".format(kind, **gate))
@@ -157,7 +157,7 @@ def main(argv=None):
     trajectories = data.read_trajectories(args.trajectories)
     domain = domain_of(trajectories[0]["task"])
     if args.gates and any(domain.turn_kind(row["task"], [], "") is None for row in trajectories):
-        raise InputError(f"{args.trajectories}: --gates needs template tasks (01), which say what a turn is worth")
+        raise InputError(f"{args.trajectories}: --gates needs template tasks (01), which define the kinds of turns")
     if args.gates:
         name, measured = "gates.json", measure_gates(trajectories, domain, args.gates, device)
         lines = gate_lines(measured, args.gates)

@@ -1,4 +1,4 @@
-"""Draws success over dialogues or rounds, a line a method: python scripts/plot.py out/study/table.csv curve.svg
+"""Plots success over dialogues or rounds, one line per method: python scripts/plot.py out/study/table.csv curve.svg
 
 Reads a table of scripts/study.py, or one of docs/data/: the columns method, success, low, high (the 95 % interval), and
 dialogues or round, whichever has several values."""
@@ -16,7 +16,7 @@ from scripts.table import read_csv  # noqa: E402
 def main(table, out):
     rows = read_csv(table)
     column = "round"
-    if len({row.get("dialogues") for row in rows} - {""}) > 1:       # of the base model a table may have none
+    if len({row.get("dialogues") for row in rows} - {""}) > 1:       # the base model may have none
         column = "dialogues"
     curves = {}
     for row in rows:

@@ -1,12 +1,12 @@
 """Studies: arms x seeds x sizes (or rounds, or settings), two processes at a time. Start it in the repository's root.
 
-Reads   scripts/recipes.toml: the commands of each domain. `base`, the base model, is an arm, too.
-Writes  OUT/seedN/: tasks, dialogues, critics and agents of a seed, beside each of them a log
+Reads   scripts/recipes.toml: the commands of each domain. `base`, the base model, is also an arm.
+Writes  OUT/seedN/: tasks, dialogues, critics and agents of a seed, each with a log
         OUT/report/ (05); OUT/table.csv: a row for each arm and size, round or setting
         OUT/tasks.csv: success and rounds of each task, seed and arm (scripts/table.py makes a table of it)
 
-The arms of a seed share tasks, dialogues and critics. The same command again goes on where the last one stopped. To
-make an arm again with other settings or other code, remove it: rm -r OUT/seed*/ARM*
+The arms of a seed share tasks, dialogues and critics. The same command continues where the last one stopped. To make an
+arm again with other settings or other code, remove it: rm -r OUT/seed*/ARM*
 
     python scripts/study.py sweet mtdpo --sizes 80 320                  success against the number of dialogues
     python scripts/study.py sweet mtdpo mtdpo@3200 --sizes 80 320       one arm with a further size
@@ -40,11 +40,11 @@ from lib.runtime import InputError, read_rows, run_stage, say  # noqa: E402
 
 RECIPES = "scripts/recipes.toml"
 REQUIRED = "agents", "base", "dialogues", "agent.jsonl", "report"    # keys and outputs of a domain that are read here
-FILLED_IN = "seed", "model", "num_train", "agent", "files"           # {names} of commands that are no key or output
+FILLED_IN = "seed", "model", "num_train", "agent", "files"           # {names} of commands that are not keys or outputs
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-MANY = 800                       # dialogues, above which an arm's "many" counts
+MANY = 800                       # an arm's "many" applies above this number of dialogues
 
-locks = collections.defaultdict(threading.Lock)      # of each output
+locks = collections.defaultdict(threading.Lock)      # one per output
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ locks = collections.defaultdict(threading.Lock)      # of each output
 
 def read_domain(name, changes=(), split="test"):
     """A domain of scripts/recipes.toml as a dict: its keys, and `outputs`, the commands of its chain and its studies.
-    changes: NAME=NUMBER, in place of its own."""
+    changes: NAME=NUMBER, which replace its own numbers."""
     try:
         domains = tomllib.loads((ROOT / RECIPES).read_text())
     except tomllib.TOMLDecodeError as error:
@@ -85,8 +85,8 @@ def arms_of(domain):
 # steps
 
 def run_step(out, words, ranks=1, threads=1):
-    """Run a stage that writes `out`, and print its command; returns the text of OUT.log, where its output goes.
-    What the same command has finished (OUT.done) is not asked again. Ends with status 1 where the stage fails."""
+    """Run a stage that writes `out`, and print its command. Returns the text of OUT.log, the stage's output.
+    Skipped if OUT.done records the same command. Exits with status 1 if the stage fails."""
     command = [sys.executable, *words, "--out", str(out)]
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -96,7 +96,7 @@ def run_step(out, words, ranks=1, threads=1):
         return log.read_text()
     environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(threads)}
     log.parent.mkdir(parents=True, exist_ok=True)
-    say(f"{out!s:36} begins (log: {log})\n    {shlex.join(['python', *command[1:]])}")
+    say(f"{out!s:36} starts (log: {log})\n    {shlex.join(['python', *command[1:]])}")
     begin = time.monotonic()
     with open(log, "w") as file:
         status = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
@@ -113,7 +113,7 @@ def run_step(out, words, ranks=1, threads=1):
 
 
 def is_done(done, command):
-    """Whether the file `done` says that this command has ended, and nothing that it names is newer."""
+    """True if the file `done` records this command, and no file that the command names is newer."""
     if not done.exists() or done.read_text() != str(command):
         return False
     files = []
@@ -125,18 +125,18 @@ def is_done(done, command):
 
 
 def show(text):
-    """Print the tables of what a stage has printed: no bars, nor what it reads and writes."""
+    """Print a stage's output without progress bars and reads/writes lines."""
     for line in text.splitlines():
         if not re.match(r"reads |writes |arguments: |.*%\||\s+$", line):
             print(line)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# an agent: its command names the outputs that it needs, which are made before it
+# an agent: the outputs that its command names are made first
 
 @dataclasses.dataclass
 class Run:
-    """An agent to make and to evaluate."""
+    """An agent to train and to evaluate."""
 
     arm: str
     size: int | None                                                 # number of dialogues; None: all of them
@@ -147,9 +147,9 @@ class Run:
     domain: dict                                                     # of read_domain
 
     def __post_init__(self):
-        self.command = self.domain["outputs"].get(self.arm, "")      # of base none
+        self.command = self.domain["outputs"].get(self.arm, "")      # base has none
         self.name = self.name_of(self.arm, self.settings)
-        self.folder = self.args.out                                  # of the outputs of its seed
+        self.folder = self.args.out                                  # for the outputs of its seed
         self.ranks = num_devices()                                   # processes of a step that others wait for
         if self.args.chain is None:
             self.folder = self.args.out / f"seed{self.seed}"
@@ -165,11 +165,11 @@ class Run:
         return output
 
     def fill(self, command):
-        """A command with what its {names} stand for: keys of the domain, or outputs, which are made first."""
+        """A command with its {names} filled in: keys of the domain, or paths of outputs, which are made first."""
         return re.sub(r"{([\w.:-]+)}", lambda match: self.value(match[1]), command)
 
     def value(self, name):
-        """What stands for {name} in a command."""
+        """The text that replaces {name} in a command."""
         if name == "seed":
             return str(self.seed + 1000 * (self.round - 1))
         if name in self.domain:
@@ -177,7 +177,7 @@ class Run:
         return shlex.quote(str(self.make(name)))
 
     def make(self, name):
-        """The path of what a command calls {name}, which is made first."""
+        """Make the output that a command calls {name}; returns its path."""
         if name == "model" and self.round == 1:
             return self.domain["base"]
         if name == "model":
@@ -191,7 +191,7 @@ class Run:
         command = self.domain["outputs"][name]
         if self.round > 1:
             name = f"{self.name}-{name}"
-        elif not name.endswith(".jsonl"):                            # tasks and dialogues are those of all sizes
+        elif not name.endswith(".jsonl"):                            # all sizes share tasks and dialogues
             name = self.name_of(name, {})
         return self.step(name, command, self.ranks)
 
@@ -202,7 +202,7 @@ class Run:
         path = files[0]
         if self.round > 1:
             path = self.folder / f"{self.name}-all.jsonl"
-            # Rounds may share tasks, and each counts "sample" from 0: without this key their order numbers them.
+            # Rounds may share tasks, and each counts "sample" from 0: without this key they are numbered in order.
             rows = re.sub(rb'"sample": \d+, ', b"", b"".join(file.read_bytes() for file in files))
             with locks[path]:
                 if not path.exists() or path.read_bytes() != rows:   # a newer file would train its critic again
@@ -210,7 +210,7 @@ class Run:
         return path
 
     def agent(self):
-        """Its model folder."""
+        """Train the agent; returns its model folder."""
         if self.arm == "base":
             return self.domain["base"]
         command = [self.command]
@@ -222,19 +222,19 @@ class Run:
         return self.step(self.name, " ".join(command), 1)
 
     def evaluate(self):
-        """Its dialogues on the tasks of --split."""
+        """Roll out the agent on the tasks of --split; returns the file."""
         agent = shlex.quote(str(self.agent()))
         command = self.domain["outputs"]["agent.jsonl"].replace("{agent}", agent)
-        ranks = self.ranks if "--critic" in self.command else 1      # the longest chain of steps: the others have ended
-        first = dataclasses.replace(self, round=1)                   # all rounds have its tasks and seed
+        ranks = self.ranks if "--critic" in self.command else 1      # the longest chain of steps: others have finished
+        first = dataclasses.replace(self, round=1)                   # all rounds share its tasks and seed
         return first.step(f"{self.name}.jsonl", command, ranks)
 
     def step(self, name, command, ranks):
-        """Make an output of the seed by its command; returns its path."""
+        """Make an output of the seed with its command; returns its path."""
         words = shlex.split(self.fill(command))
         if words[0] not in ("02_rollout.py", "03_train_critic.py"):  # agents are trained side by side
             ranks = 1
-        if self.size and not name.endswith(".jsonl"):                # critics and agents are trained on so many
+        if self.size and not name.endswith(".jsonl"):                # for training critics and agents
             words += ["--num-trajectories", str(self.size)]
         out = self.folder / name
         with locks[out]:
@@ -246,7 +246,7 @@ class Run:
 # tables
 
 def files_of(points):
-    """Arguments of 05: the dialogues of all agents, and the baseline."""
+    """Arguments for 05: the dialogues of all agents, and the baseline."""
     words = []
     for name, runs in points.items():
         paths = ",".join(str(run.folder / f"{name}.jsonl") for run in runs)
@@ -258,7 +258,7 @@ def files_of(points):
 
 
 def write_tables(out, points):
-    """Write table.csv and tasks.csv of what 05 has evaluated."""
+    """Write table.csv and tasks.csv from 05's results."""
     report = out / "report"
     metrics = json.loads((report / "metrics.json").read_text())
     rows, task_rows = [], []
@@ -279,7 +279,7 @@ def write_tables(out, points):
 
 
 def table_row(run, metrics):
-    """A row of table.csv: what differs between runs, and the numbers of 05."""
+    """A row of table.csv: the settings of the run, and 05's numbers."""
     row = {"method": run.arm, **run.settings, "dialogues": run.size, "round": None if run.arm == "base" else run.round}
     for key, value in {**metrics, **metrics.get("costs", {})}.items():
         if isinstance(value, (int, float)):
@@ -290,7 +290,7 @@ def table_row(run, metrics):
 
 
 def write_csv(path, rows):
-    columns = dict.fromkeys(itertools.chain(*rows))                  # of all rows, in their order
+    columns = dict.fromkeys(itertools.chain(*rows))                  # the keys of all rows, in their order
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
@@ -302,7 +302,7 @@ def write_csv(path, rows):
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("arms", nargs="*", metavar="ARM",
-                        help="base, or an arm of scripts/recipes.toml; ARM@SIZE; without any: those of run.sh")
+                        help="base, or an arm of scripts/recipes.toml; ARM@SIZE; default: those of run.sh")
     parser.add_argument("--domain", default="backend", help="a domain of scripts/recipes.toml")
     parser.add_argument("--out", type=pathlib.Path, default="out/study", help="folder to write")
     parser.add_argument("--sizes", type=int, nargs="+", default=[None], help="numbers of dialogues to train on, nested")
@@ -311,7 +311,7 @@ def parse_args(argv=None):
     parser.add_argument("--split", choices=["test", "validation"], default="test", help="tasks to compare agents on")
     parser.add_argument("--grid", nargs="+", default=[], metavar="FLAG=VALUE,VALUE", help="settings, all combinations")
     parser.add_argument("--chain", type=int, metavar="SEED", help="the chain of run.sh with this seed")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="of the domain: num_test=60, say")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="of the domain, e.g. num_test=60")
     return parser.parse_args(argv)
 
 
@@ -325,7 +325,7 @@ def settings_of(arguments):
 
 
 def all_runs(args, domain):
-    """The runs of the command line, those of an arm together, a round of all seeds after the other."""
+    """The runs of the command line, arm by arm, then round by round, each for all seeds."""
     runs = []
     arms = arms_of(domain)
     for argument in args.arms or domain["agents"].split():
@@ -343,7 +343,7 @@ def all_runs(args, domain):
 
 
 def num_devices():
-    """GPUs that CUDA_VISIBLE_DEVICES names, at most two; without it two cores."""
+    """Number of GPUs in CUDA_VISIBLE_DEVICES, at most two; two cores without GPUs."""
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return 1 if devices and "," not in devices else 2
 
@@ -354,7 +354,7 @@ def main(argv=None):
     if args.chain is not None:
         args.seeds = [args.chain]
     runs = all_runs(args, domain)
-    points = {}                                                      # {name: its runs, one a seed}
+    points = {}                                                      # {name: its runs, one per seed}
     for run in runs:
         domain["dialogues"] = max(domain["dialogues"], run.size or 0)
         points.setdefault(run.name, []).append(run)
@@ -363,8 +363,8 @@ def main(argv=None):
     longest_first = sorted(runs, key=lambda run: "--critic" not in run.command)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         ended = pool.map(Run.evaluate, longest_first)
-    list(ended)                                                      # raises what a call has raised
-    commands = {"report": domain["outputs"]["report"]}               # of a study, if it has one of its own
+    list(ended)                                                      # re-raises exceptions of the calls
+    commands = {"report": domain["outputs"]["report"]}               # the study's own, if it has one
     if args.chain is not None:
         commands = domain["chain"]
     for output in ("gates", "report"):

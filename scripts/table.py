@@ -1,7 +1,7 @@
 """The table of a study from its outcomes: python scripts/table.py docs/data/TASKS.csv.gz [BASELINE]
 
-Reads tasks.csv of scripts/study.py, packed or not: arm, seed, task_id, family, success and rounds of each dialogue.
-Prints 05's table of them: [..] are 95 % intervals by bootstrap over tasks and seeds; "families drawn": over families
+Reads tasks.csv of scripts/study.py, gzipped or not: arm, seed, task_id, family, success and rounds of each dialogue.
+Prints them as 05's table: [..] are 95 % intervals by bootstrap over tasks and seeds; "families drawn": over families
 first."""
 import csv
 import operator
@@ -17,13 +17,13 @@ from lib.runtime import InputError, run_stage  # noqa: E402
 
 
 def read_csv(path):
-    """The rows of a CSV file, which gzip may have packed, as dicts."""
+    """The rows of a CSV file, gzipped or not, as dicts."""
     with open_lines(path) as file:
         return list(csv.DictReader(line.decode() for line in file))
 
 
 def read_arms(path):
-    """{arm: its dialogues} as lib.statistics takes trajectories."""
+    """{arm: its dialogues}, as trajectories for lib.statistics."""
     arms = {}
     for row in read_csv(path):
         row |= {"run": int(row["seed"]), "success": float(row["success"]), "task": {"family": row["family"]}}

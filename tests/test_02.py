@@ -76,7 +76,7 @@ def test_a_simulator_that_thinks_to_the_end_is_no_silent_one():
         return [Reply("<think>They ask", False, [1], 0, 0, None)]
     simulator.sample = thinks
     both = players("--simulator-max-new-tokens", 9, agent=says(lambda *_: ["hm?"]), simulator=simulator)
-    with pytest.raises(ReplyError, match="still thinks after --simulator-max-new-tokens"):
+    with pytest.raises(ReplyError, match="still thinking at --simulator-max-new-tokens"):
         asyncio.run(rollout.roll_out(first_dialogue(TASK), both))
 
 
@@ -141,7 +141,7 @@ def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         call(2, *words, "--seed", seed, "--out", tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
-    assert "done already" in call(2, *words, "--seed", 0, "--out", tmp_path / "a")
+    assert "already done" in call(2, *words, "--seed", 0, "--out", tmp_path / "a")
     assert [row["simulator"] for row in read(tmp_path / "a")] == [str(BASE)]
     assert ':1: missing "facts"' in refused(2, *words, "--simulator", "rules", "--out", tmp_path / "d")
 
@@ -161,7 +161,7 @@ def test_killed_on_one_rank_and_resumed_on_two_equals_uninterrupted_on_one(works
     assert 0 < len(lines) < 24
     partial.write_text("\n".join([*lines, '7 {"task_id": "cut']))
     printed = succeed("02_rollout.py", *words, out, "--concurrency", 9, ranks=2)           # it is no other command
-    assert f"{len(lines)} of 24 dialogues are there already" in printed and not list(tmp_path.glob("killed.partial*"))
+    assert f"{len(lines)} of 24 dialogues already done" in printed and not list(tmp_path.glob("killed.partial*"))
     rows, whole = read(out), read(tmp_path / "whole")
     assert all(rows[int(number)] == json.loads(row) for number, row in (line.split(" ", 1) for line in lines))
     assert [(row["task_id"], row["sample"]) for row in rows] == [(row["task_id"], row["sample"]) for row in whole]
@@ -260,7 +260,9 @@ def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace
     signature = rows[0]["task"]["ground_truth"].split("\n")[0]
     history = rows[0]["dialogue_history"] = turns("Do it.", "?", signature, "?", signature, "?", "No.", "pass")
     history[2]["tool"], history[4]["leak"] = True, "signature"
-    assert "50.0% of the simulator's replies leak code" in rollout.summary(write(tmp_path / "rows", rows[:1]))
+    assert "leak" not in rollout.summary(write(tmp_path / "rows", rows[:1]))       # the rule-based simulator
+    rows[0]["simulator"] = "a model"
+    assert "50.0% of the simulator's replies leak the solution" in rollout.summary(write(tmp_path / "rows", rows[:1]))
     assert stage(5).measure_leaks(rows[:1], backend) == {"leaks": 0.5, "leaks_by_kind": {"signature": 1}}
     monkeypatch.setattr(backend, "leak_of", None)                            # as in a domain that cannot tell one
     assert "leak" not in rollout.summary(tmp_path / "rows")

@@ -122,7 +122,7 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tiny):
     assert same.score_actions([state]) == [[0.0, 0.0]]
     broken = load_untrained()
     broken.scorer.model.model.norm.weight.data[0] = float("nan")
-    with pytest.raises(InputError, match="tiny: gives scores that are not finite; train this critic again"):
+    with pytest.raises(InputError, match="tiny: its scores are not finite; train this critic again"):
         broken.score_actions([state])
 
 
@@ -338,7 +338,7 @@ def test_a_critic_s_folder_says_what_its_reference_reads_and_a_flag_has_it_other
     folder = shutil.copytree(BASE, tmp_path / "value")
     (folder / "critic.json").write_text(json.dumps(critic_note("value")))
     assert common.read_critic(folder, backend, False).reference_sees_c
-    assert "--reference-sees-c no does nothing" in capsys.readouterr().out
+    assert "--reference-sees-c no has no effect" in capsys.readouterr().out
 
 
 def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, critic, tmp_path, tiny, monkeypatch):
@@ -347,7 +347,7 @@ def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, criti
               4: ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE],
               5: [f"a={workspace / 'offline.jsonl'}"]}
     sentence = "They need this {noun}.\n{ground_truth}\n"
-    line = f"{critic[0]}: was trained with another critic's prompt than this code makes (SOLUTION_TEXT, "
+    line = f"{critic[0]}: its prompt format differs from this code's (SOLUTION_TEXT, "
     assert common.read_critic(critic[0], backend)
     with monkeypatch.context() as patch:
         patch.setattr(common, "SOLUTION_TEXT", sentence)
@@ -364,7 +364,7 @@ def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, criti
             (tokens, "render_chat", lambda *chat, **options: render_chat(*chat, **options) + " ")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, changed)
-            with pytest.raises(InputError, match="was trained with another critic's prompt"):
+            with pytest.raises(InputError, match="its prompt format differs"):
                 common.read_critic(critic[0], backend)
 
 

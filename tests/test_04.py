@@ -110,7 +110,7 @@ def test_equal_advantages_make_no_pair_and_change_no_other(tiny, tmp_path, capsy
     pairs = policy_stage.pairs_of(rows, tiny[1], 50, job_of(tmp_path, seed=3, max_length=9))
     assert {pair["chosen"]["advantage"] for pair in pairs} == {3, 2, 1}
     said = capsys.readouterr().out
-    assert "2 candidates stopped by --max-new-tokens were left out\n" in said
+    assert "2 candidates stopped by --max-new-tokens were dropped\n" in said
     assert ("1 of 2 turns give no pair: all of their 9 candidates have equal advantages\n"
             "1 of 2 turns have no c\n") in said
 
@@ -180,7 +180,7 @@ def test_phases_can_be_inspected(sweet):
         assert pair["chosen"]["advantage"] >= pair["rejected"]["advantage"]
         for side in (pair["chosen"], pair["rejected"]):
             assert side["advantage"] == scores[pair["prompt"], tuple(side["ids"])]
-    assert f"{len(pairs)} pairs of {4 * len(scored)} asked for" in printed and (out / "COMPLETED").exists()
+    assert f"{len(pairs)} of {4 * len(scored)} requested pairs" in printed and (out / "COMPLETED").exists()
     assert "critic: scores are log p(a|o, c) - log p_ref(a|o), a mean over the tokens of a\n" in printed
 
 
@@ -321,7 +321,7 @@ def test_pairs_of_a_turn_in_one_tree_train_like_pairs_apart(workspace, tmp_path,
 
 @pytest.mark.parametrize("flag, number, message", [
     ("--max-length", 5, r"p.jsonl: no examples to train on: .* [1-9]\d* pairs are longer than --max-length 5"),
-    ("--max-new-tokens", 1, r"0 pairs of (\d+) asked for .*, \1 candidates stopped by "),    # four of each in a turn
+    ("--max-new-tokens", 1, r"0 of (\d+) requested pairs .*, \1 candidates stopped by "),    # four of each in a turn
     ("--max-new-tokens", 2040, "no turns to train on: their prompts leave no room for --max-new-tokens 2040")])
 def test_what_does_not_fit_is_one_line(workspace, tmp_path, flag, number, message):
     path = write(tmp_path / "p.jsonl", read(workspace / "offline.jsonl")[:1])

@@ -105,12 +105,12 @@ def test_what_a_comparison_or_an_interval_leaves_out_has_a_line():
     for name, runs in (("two", 2), ("four", 4), ("five", 5)):
         files[name] = scored(*((*row, run) for run in range(runs) for row in base))
     metrics = measured(files, "base")
-    rest = "(both must have a task, and as many runs); the rates above are those of all"
+    rest = "shared tasks (needs equally many runs); rates above use all tasks"
     assert [line for line in statistics.note_lines(metrics) if "Clopper" not in line] == [
-        *(f"{name}: against base compared on {n} tasks {rest}" for name, n in (
+        *(f"{name}: difference to base uses the {n} {rest}" for name, n in (
             ("few", 2), ("apart", 0), ("two", 0), ("four", 0), ("five", 0))),
         "one run of base, few, apart, same: the intervals exclude seed variance",
-        "fewer than five runs of two, four: where runs differ much the intervals are too narrow"]
+        "fewer than five runs of two, four: the intervals are too narrow if runs differ much"]
     assert [name for name in metrics if "against_baseline" in metrics[name]] == ["few", "same"]
 
 
@@ -222,7 +222,7 @@ def test_an_evaluation_shows_every_answer_and_trusts_no_logged_reward(tmp_path):
     assert numbers["ci95"][0] == 0.0 and 0.6 < numbers["ci95"][1] <= 1.0
     assert [row["reward"] for row in read(tmp_path / "report" / "scored" / "a.jsonl")] == [1.0, 0.5, 0.0]
     assert numbers["against_baseline"]["difference"] == pytest.approx(1 / 3)
-    assert "against b" in printed and "+0.333" in printed and "done already" in call(5, *words)
+    assert "against b" in printed and "+0.333" in printed and "already done" in call(5, *words)
     assert "u: 1 tests of 1 tasks cannot be graded" in printed and metrics["u"]["tests_passed"] == 0.5
     runs = metrics["sweet@8"]
     assert runs["runs"] == [1, 0] and runs["success_rate"] == 0.5 and runs["tasks"] == 3 and runs["n"] == 6
@@ -355,7 +355,7 @@ def test_the_page_has_dialogues_with_advantages_and_candidates_with_pairs(credit
     folder, words = credited
     metrics, page, data = report_of(folder)
     assert data["methods"] == ["a", "b"] and len(data["dialogues"]) == 24
-    line = f"{regression_critic}: scores are the numbers of its regression head"
+    line = f"{regression_critic}: scores are the outputs of its regression head"
     assert data["forms"] == {"advantages": [line], "candidates": [line]} and page.count(line) == 3
     agent_turns = [turn for dialogue in data["dialogues"] for turn in dialogue["turns"] if turn["who"] == "agent"]
     kinds = [kind for numbers in metrics.values() for kind in numbers["turn_advantages"]["by_kind"].values()]
@@ -395,11 +395,12 @@ def test_the_page_says_where_candidates_and_turn_advantages_do_not_compare(criti
     assert informed_line.endswith("log p(a|o, c) - log p_ref(a|o, c), a mean over the tokens of a")
     assert lines([blind_line], **blind) == [blind_line]
     assert lines([informed_line], **blind) == [
-        blind_line, "The turn advantages are of another critic or another form: the two do not compare."]
+        blind_line,
+        "Turn advantages come from another critic or another form of eq. 3; do not compare the two."]
     assert "p_ref(a|o, c) - log p_ref(a|o)" in lines(critic="untrained", reference_sees_c=None)[0]
     for args in ({}, {**informed, "critic": str(tmp_path / "gone")}):
-        assert lines(**args) == [f"{tmp_path}/sweet: was not ranked by a critic, or by one that is not there or does "
-                                 "not fit any more"]
+        assert lines(**args) == [f"{tmp_path}/sweet: not ranked by a critic, or its critic is missing or no longer "
+                                 "matches"]
 
 
 def test_bad_candidates_are_one_line(workspace, credited, tmp_path):

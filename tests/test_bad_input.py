@@ -46,14 +46,14 @@ CRITICS = {                     # {name of a critic's folder: its critic.json, o
     "NO_FORM": '{"score": "logratio", "normalize": "x"}',
     "SIGHT": '{"visual": true, "score": "value", "normalize": "none", "critic_sees_c": true, "reference": "r"}'}
 OTHER = '… two tasks with different solutions have the "task_id"'
-NO_SIGHT = "SIGHT: a visual critic cannot rank functions, which have nothing to see"
+NO_SIGHT = "SIGHT: a visual critic cannot score functions: they have no rendered view"
 MISTAKES = {                    # {stage and flags: how the line begins … what is further in it}
     "1 --check HALF_TASK": "HALF_TASK:2: not JSON (", "2 --agent script --tasks HALF_TASK": "HALF_TASK:2: not JSON (",
     "3 LEARN HALF_DIALOGUE": HALF_DIALOGUE, "4 --method sft LEARN HALF_DIALOGUE": HALF_DIALOGUE,
     "5 a=HALF_DIALOGUE": HALF_DIALOGUE,
     "2 --agent script --tasks PLAIN": 'PLAIN:1: missing "template"',
     "2 --agent script --tasks DEMOS": "DEMOS:1: a dialogue, not a task; 01_generate_tasks.py makes tasks",
-    "3 LEARN TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks",
+    "3 LEARN TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues from tasks",
     "2 --agent MODEL --branch 1 --tasks CHAT": 'CHAT:1: missing "facts"',
     "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder",
     "3 --trajectories DEMOS --model smolm2": "smolm2: no model of this name",
@@ -66,10 +66,11 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     "5 a=DATA": "DATA: is a directory", "1 --check NONE": "NONE: no such file or directory",
     # critics
     "4 SWEET untrained --reference-sees-c yes":
-        "--critic untrained: scores every action 0 with a reference model that sees c",
-    "4 SWEET MODEL/config.json": "MODEL/config.json: a file; a critic is a folder of 03_train_critic.py, MODEL perhaps",
+        "--critic untrained: every score is 0 if the reference model sees c",
+    "4 SWEET MODEL/config.json":
+        "MODEL/config.json: is a file, not a folder written by 03_train_critic.py (did you mean MODEL?)",
     "4 SWEET NO_JSON": "NO_JSON/critic.json: not JSON", "4 SWEET A_LIST": "A_LIST/critic.json: a list",
-    "4 SWEET AN_INT": "AN_INT/critic.json: missing", "4 SWEET NO_NOTE": "NO_NOTE: no critic.json",
+    "4 SWEET AN_INT": "AN_INT/critic.json: missing", "4 SWEET NO_NOTE": "NO_NOTE: has no critic.json",
     "4 SWEET NO_FORM": "NO_FORM/critic.json: ", "4 SWEET SIGHT": NO_SIGHT, "5 a=DEMOS --critic SIGHT": NO_SIGHT,
     "2 --agent MODEL --best-of 2 --tasks TASKS --critic SIGHT": NO_SIGHT,
     # nothing to learn from
@@ -78,11 +79,11 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     "4 --method mtdpo LEARN LOST": "LOST: … no task has both", "4 --method rft LEARN LOST": "LOST: … no successful",
     "3 LEARN DEMOS --max-length 20": "DEMOS: … no examples to train on: all … are longer than --max-length 20",
     "3 LEARN DEMOS --held-out-frac 1":
-        "DEMOS: … no examples to train on: all … pairs are of tasks that --held-out-frac 1.0 holds out",
+        "DEMOS: … no examples to train on: --held-out-frac 1.0 holds out the tasks of all … pairs",
     # nothing to compare
     "5 old=DEMOS new=OTHER": OTHER, "5 two=DEMOS,OTHER": OTHER,
     "5 a=DEMOS,UNSCORED": "DEMOS, UNSCORED: the runs of a name must have the same",
-    "5 a=LOST --costs": "LOST: no args.json of a rollout beside it; --costs needs what 02_rollout.py keeps there"}
+    "5 a=LOST --costs": "LOST: --costs needs the args.json that 02_rollout.py writes next to it"}
 
 
 @pytest.mark.parametrize("words", MISTAKES)
@@ -159,7 +160,7 @@ ROWS = [("tasks", None, text, message) for text, message in (                   
     (("sample",), 10 ** 30, '"sample" is '), (("image",), 5, '"image" is an integer'),
     (("dialogue_history", 1, "truncated"), {}, '"truncated" is an object'),
     (("branch",), {"sample": 0, "turn": 1, "candidate": 0, "run": []}, 'branch: "run" is a list, not an integer'),
-    (("task", "test_cases"), ..., 'missing "test_cases", or what a task of another domain has (backend, frontend, '),
+    (("task", "test_cases"), ..., 'missing "test_cases", or the fields of another domain (backend, frontend, '),
     (None, OWN, "task: a task of another domain"), (None, {**OWN, "c": 1}, '"c" is an integer'),
     (None, {**OWN, "reward": "good"}, '"reward" is a string'),
     (None, {**OWN, "messages": []}, '"messages" must begin with'),
@@ -188,7 +189,7 @@ def test_too_many_tasks_or_a_dry_run_of_a_fork(tmp_path, monkeypatch):
     monkeypatch.setattr(colbench, "MOST_DRAWS_IN_VAIN", 3)
     line = refused(1, "--num-tasks", 9 ** 6, "--split", "test", "--out", tmp_path / "out")
     assert line.startswith("--num-tasks 531441: there are only ")
-    assert refused(fork("gain"), *TRAIN.split(), "--dry-run", 2) == "--dry-run goes with 04_train_policy.py"
+    assert refused(fork("gain"), *TRAIN.split(), "--dry-run", 2) == "--dry-run works only with 04_train_policy.py"
     assert contents(tmp_path) == {}
 
 
@@ -251,7 +252,7 @@ KEPT = [                        # stage, its input and output, what the line say
     (5, "a=DEMOS", "model", "model: 04_train_policy.py made it"),
     (5, "a=bad.jsonl", "R", 'bad.jsonl:1: missing "task"'),          # before anything is removed
     (1, "--num-tasks 1", "/proc/x/t.jsonl", "/proc/x: "), (1, "--num-tasks 1", "folder", "folder: is a folder; choose"),
-    (5, "a=DEMOS", "file/R", "file"), (5, "a=DEMOS", "file", "file: is no folder; choose"),
+    (5, "a=DEMOS", "file/R", "file"), (5, "a=DEMOS", "file", "file: is not a folder; choose"),
     (5, "a=DEMOS", "x" * 300, "xxx")]
 
 

@@ -48,7 +48,7 @@ def test_pages_and_functions_are_told_apart(tmp_path):
             for i in range(3)]
     path = write(tmp_path / "test.jsonl", rows)
     line = refused(1, "--source", "colbench", "--path", path, "--out", tmp_path / "t.jsonl")
-    assert line.endswith("test.jsonl: no tasks of --domain backend; pass --path FILE with such tasks")
+    assert line.endswith("test.jsonl: has no tasks of --domain backend; pass --path FILE with such tasks")
     tasks = take("--domain", "frontend", path=path, out=tmp_path / "t.jsonl")
     assert [{key: task[key] for key in rows[0]} for task in tasks] == rows
 
@@ -130,9 +130,9 @@ HUB = f'{NAME}: .*"hf download --repo-type dataset {NAME} {{}} --local-dir FOLDE
     ("colbench", "--trajectories", HUB.format(OFFLINE.name)),
     ("colbench", "", HUB.format("backend_tasks/train.jsonl backend_tasks/test.jsonl")),
     ("colbench", f"--path {COPY} --split validation",
-     "--split validation: of this the published data have train and test only"),
+     "--split validation: the published data have only train and test of this kind"),
     ("colbench", f"--path {COPY} --split test --trajectories",
-     "--split test: of this the published data have train only"),
+     "--split test: the published data have only train of this kind"),
     ("colbench", "--path no/such", "no/such: no such file or folder"),
     ("colbench", "--path empty --trajectories", f"empty: no {OFFLINE.name} in it"),
     ("colbench", f"--path {TEST} --num-tasks 4", "--num-tasks 4: there are only 3 tasks"),

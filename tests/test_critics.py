@@ -100,7 +100,7 @@ def test_branches_go_on_where_they_were_interrupted(branches, tmp_path):
     there = [1, 0, *range(3, 43), 47]                                # of three candidates a half, of one nothing
     shutil.copy(f"{whole}.args.json", tmp_path / "b.jsonl.args.json")
     Partial(tmp_path / "b.jsonl").write_text("".join(f"{n} {lines[n]}" for n in there) + '45 {"cut')
-    assert "43 of 48 dialogues are there already" in call(2, *flags, "--out", tmp_path / "b.jsonl")
+    assert "43 of 48 dialogues already done" in call(2, *flags, "--out", tmp_path / "b.jsonl")
     again = (tmp_path / "b.jsonl").read_text().splitlines(True)
     assert all(again[n] == lines[n] for n in there) and len(again) == 48
     assert sum(a == b for a, b in zip(again, lines)) >= 46       # batches differ: see test_02
@@ -174,16 +174,16 @@ def test_a_critic_is_measured_by_monte_carlo_returns(branches, critic, regressio
 
 def test_bad_files_are_one_line(workspace, branches, regression_critic, tmp_path):
     logged, rows, critic = workspace / "offline.jsonl", read(branches[0]), ["--critic", regression_critic]
-    needs_facts = "--gates needs template tasks (01), which say what a turn is worth"
+    needs_facts = "--gates needs template tasks (01), which define the kinds of turns"
     page = {"problem_description": "?", "ground_truth": "<p>"}
     (tmp_path / "sees").mkdir()
     write(tmp_path / "sees" / "critic.json", [{"visual": True, **critic_note("value")}])
     sees = ["--critic", tmp_path / "sees"]
-    sees_line = f"{sees[1]}: --critic takes a critic that reads text, and this one sees images"
+    sees_line = f"{sees[1]}: --critic needs a critic that reads text; this one sees images"
     for name, content, flags, line in (
             ("bare", [trajectory("x", "1")], ["--gates", BASE], needs_facts),
             ("no facts", [trajectory("x", "1", task={**FUNCTION, "facts": []})], ["--gates", BASE], needs_facts),
-            ("logged", read(logged), critic, "no dialogues of 02_rollout.py --branch"),
+            ("logged", read(logged), critic, "not made by 02_rollout.py --branch"),
             ("same", [{**row, "reward": 0.5} for row in rows], critic,
              "no state whose candidates differ in return; raise --branch or --samples of 02"),
             ("other", [{**row, "tokenizer": "other"} for row in rows], critic,

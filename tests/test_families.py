@@ -98,7 +98,7 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, tree, famil
     """In rows, padded, and in a tree; and so are the gradients."""
     model = model_of(family)
     if family in LIMITED:
-        with pytest.raises(InputError, match=f"a {family} model, .* cannot be sampled from here; run it as a server"):
+        with pytest.raises(InputError, match=f"cannot sample from a {family} model here, .*; run it as a server"):
             generate(model, [[1, 2]], torch.zeros(1, 2), 0, [])
     else:
         ids = encode(tokenizer, PROMPT)
@@ -139,7 +139,7 @@ def test_all_families_whose_windows_are_known_are_here():
 def test_a_family_whose_logits_are_not_known_is_refused(tokenizer, tmp_path):
     """HyperCLOVA X multiplies by what Granite, which has the same name for it, divides by."""
     folder = folder_of(model_of("hyperclovax", logits_scaling=4.0), tokenizer, tmp_path)
-    assert_refused(folder, "a hyperclovax model makes logits of its last hidden states in a way")
+    assert_refused(folder, "a hyperclovax model computes logits from its last hidden states in an unknown way")
 
 
 # --- folders
@@ -332,8 +332,8 @@ def test_a_quantised_folder_is_the_numbers_that_it_stands_for(tokenizer, tmp_pat
 
 @pytest.mark.parametrize("note, message", [
     ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, r"quantised \(bitsandbytes\)"),
-    ({"quantization_config": {"quant_method": "modelopt"}}, r"quantised \(modelopt\), .*; name the model before"),
-    ({}, "its files hold model.layers.0.mlp.down_proj.weight_scale_inv, .* they would compute without them")])
+    ({"quantization_config": {"quant_method": "modelopt"}}, r"quantised \(modelopt\), .*; use the model before"),
+    ({}, "its files hold model.layers.0.mlp.down_proj.weight_scale_inv, .* they would be ignored")])
 def test_other_quantised_folders_are_refused(tokenizer, tmp_path, note, message):
     folder = folder_of(model_of("llama"), tokenizer, tmp_path)
     quantised(tmp_path, note)

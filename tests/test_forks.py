@@ -103,8 +103,8 @@ def test_bad_input_is_one_line(few, critic, value_critic, tmp_path):
     equal = ["--trajectories", write(tmp_path / "equal", [{**row, "reward": 0.0} for row in rows])]
     free = write(tmp_path / "free", [{**row, "task": {**row["task"], "facts": []}} for row in rows])
     for module, words, message in (
-            (grpo, equal, f"{tmp_path / 'equal'}: no examples to train on: 6 of 6 trajectories are left out"),
-            (grpo, ["--critic", value_critic], "grpo takes a critic that has advantages"),
+            (grpo, equal, f"{tmp_path / 'equal'}: no examples to train on: 6 of 6 trajectories dropped"),
+            (grpo, ["--critic", value_critic], "grpo needs a critic that outputs advantages"),
             (distill, ["--max-length", 9], "no examples to train on: all 18 are longer than --max-length 9"),
             (gain, ["--trajectories", free], "gain needs template tasks"),
             (answers, ["--critic", critic, "--answer-coef", 1, *equal], "--answer-coef: no successful dialogue"),
@@ -181,7 +181,7 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["clipped"] == 0
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-4)
     num_left_out = advantages.count(None)
-    assert num_left_out and f"{num_left_out} of {len(rows)} trajectories are left out" in printed
+    assert num_left_out and f"{num_left_out} of {len(rows)} trajectories dropped" in printed
     assert (f"of 18 trajectories 1 are of another agent than --model {BASE}, and 2 not sampled at temperature 1 "
             "without --best-of") in printed
 
@@ -291,7 +291,7 @@ def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny, ca
     job.max_length = min(len(row.ids) for [row] in items[1:])
     fitting = answers.read_right_answers(wins, tokenizer, job)
     assert fitting == [item for item in items[1:] if len(item[0].ids) == job.max_length]
-    assert f"{len(wins) - len(fitting)} more do not stand in the last turn, or are longer" in capsys.readouterr().out
+    assert f"{len(wins) - len(fitting)} more are not in the last turn, or exceed" in capsys.readouterr().out
 
 
 def test_by_outcome_answers_are_chosen_where_the_logged_answer_was_right(runs, few):

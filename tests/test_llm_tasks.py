@@ -126,7 +126,7 @@ def test_neither_batches_nor_a_server_that_dies_nor_too_few_attempts_change_the_
     sampler.replies, sampler.chats[:] = FEW[5:], []
     assert refused(1, *command, 6) == (
         "--max-attempts 6: 2 of 3 tasks kept (2 kept, 2 no JSON object, 1 too few tests, 1 code in the description; "
-        f"see {tmp_path / 't.rejected.jsonl'}); the same command with a higher one goes on from here")
+        f"see {tmp_path / 't.rejected.jsonl'}); the same command with a higher value continues from here")
     assert len(read(tmp_path / "t.rejected.jsonl")) == 4 and not (tmp_path / "t.jsonl").exists()
     call(1, *command, 7)
     assert [seed for _, _, seed in sampler.chats] == asked[5:]
@@ -205,8 +205,8 @@ def test_reasons_before_anything_runs(changed, reason):
     ("a.txt", b"one\nand more\n\n \ntwo", ["one\nand more", "two"]), ("a.txt", b"x" * 3000, ["x" * 2000]),
     ("a.jsonl", b'{"text": "one\\n\\ntwo", "id": 3}\n{"text": " "}\n{"text": "three"}\n', ["one\n\ntwo", "three"]),
     ("packed", gzip.compress(b'{"text": "one"}', mtime=0), ["one"]),
-    ("a.jsonl", b'{"text": "one"}\n{"words": 3}\n', ':2: missing "text"'), ("a.txt", b" \n\n", ": no text in it"),
-    ("a.txt", b"\xff", ": no UTF-8 text (")])
+    ("a.jsonl", b'{"text": "one"}\n{"words": 3}\n', ':2: missing "text"'), ("a.txt", b" \n\n", ": contains no text"),
+    ("a.txt", b"\xff", ": not UTF-8 text (")])
 def test_seed_texts_or_the_line_that_says_why_there_are_none(name, content, expected, tmp_path):
     (tmp_path / name).write_bytes(content)
     if isinstance(expected, list):

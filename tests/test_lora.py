@@ -204,8 +204,8 @@ def test_a_folder_is_what_its_weight_files_are(policy, tmp_path, capsys):
     for name, atol in (("adapter", 0), ("merged", 1e-4)):
         for values in both_ways(tmp_path / name):
             torch.testing.assert_close(values, expected, atol=atol, rtol=0)
-    assert capsys.readouterr().out.count("the adapter beside it is not applied") == 2
-    with pytest.raises(InputError, match="second: its base model .*policy is an adapter, too; merge that"):
+    assert capsys.readouterr().out.count("the adapter in the same folder is not applied") == 2
+    with pytest.raises(InputError, match="second: its base model .*policy is also an adapter; merge that"):
         values_of(with_base(policy, policy, tmp_path / "second"))
 
 
@@ -219,7 +219,7 @@ def test_no_tensor_stays_without_a_value(dtype, monkeypatch):
         lib.load.add_adapter(model, lora_config(str(BASE), 4, ["q_proj"], False))
         return model
     monkeypatch.setattr(lib.load, "whole_model", adapted)
-    with pytest.raises(InputError, match="its files make another model than its configuration .*q_proj.base_layer"):
+    with pytest.raises(InputError, match="its files and its configuration describe .*q_proj.base_layer"):
         load_scorer(str(BASE), start(0), Sharding(dtype))
 
 
@@ -260,7 +260,7 @@ def test_adapters_of_embeddings_and_the_output_layer(tmp_path, options, in_bfloa
         return
     for std in (0.1, 1e-5):
         of_peft(config, tmp_path / "adapter", std)
-        with pytest.raises(InputError, match="adapter: its output layer is more than its weights; .* --dtype float32"):
+        with pytest.raises(InputError, match="adapter: its output layer computes more .* --dtype float32"):
             values_of(tmp_path / "adapter", "bfloat16")
 
 
@@ -402,7 +402,7 @@ def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tm
 def test_bad_flags_are_one_line(data, policy, tmp_path, monkeypatch):
     out, method = tmp_path / "x", ["--method", "sft", "--trajectories", data / "demos.jsonl"]
     for flag in (["--lora-targets", "q_proj"], ["--merge"]):
-        assert refused(4, *method, "--model", BASE, "--out", out, *flag) == f"{flag[0]} goes with --lora RANK"
+        assert refused(4, *method, "--model", BASE, "--out", out, *flag) == f"{flag[0]} needs --lora RANK"
     assert refused(4, *method, "--model", "tiny", "--out", out, *LORA).startswith("tiny: no model of this name")
     assert "--merge" in refused(4, *method, "--model", policy, "--out", out, *LORA)
     for targets in (["nothing"], ["q_proj", "nothing"], ["lm_head"], ["embed_tokens"]):

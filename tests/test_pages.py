@@ -291,9 +291,9 @@ def test_bad_input(pages, tmp_path):
     assert "judge: cannot compare messages about pages" in refused(
         2, "--tasks", pages / "tasks.jsonl", "--agent", BASE, "--best-of", 2, "--critic", f"judge:{BASE}", *out)
     assert refused(1, "--check", pages / "tasks.jsonl") == (
-        f"{pages / 'tasks.jsonl'}: --check knows nothing to check about pages, which have no tests")
+        f"{pages / 'tasks.jsonl'}: --check has nothing to check: pages have no tests")
     own = f"a={pages / 'offline.jsonl'}"
     assert refused(5, own, f"b={code}", *out).startswith(
-        "b: a task of another domain (functions) than in the lines before; keep each domain in files of its own")
-    assert refused(5, own, "--compat", *out) == "--compat does nothing for a page; leave it out"
+        "b: a task of another domain (functions) than in the lines before; keep each domain in separate files")
+    assert refused(5, own, "--compat", *out) == "--compat has no effect for a page; leave it out"
     assert not (tmp_path / "out").exists()

@@ -109,11 +109,11 @@ def test_arguments_of_the_template_are_those_of_the_rollout(tiny, tmp_path, caps
     row = {**ROW, "chat_template_args": {"enable_thinking": False}}
     assert all(prompt.startswith("<no-think>") for prompt, _ in agent_turns(tokenizer, row))
     note_prompt(tmp_path, [row, row, ROW])
-    assert "1 of 3 trajectories have another system prompt, or other arguments" in capsys.readouterr().out
+    assert "1 of 3 trajectories have another system prompt, or other chat template arguments" in capsys.readouterr().out
     check_prompt(str(tmp_path), tokenizer, "Help.", {"enable_thinking": False})
     assert capsys.readouterr().out == ""
     check_prompt(str(tmp_path), tokenizer, "Help.", {})
-    assert "or other arguments of the chat template, than it has here" in capsys.readouterr().out
+    assert "or other chat template arguments, than it has here" in capsys.readouterr().out
 
 
 def metaspace_tokenizer():

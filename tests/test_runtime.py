@@ -102,7 +102,7 @@ def test_an_output_is_made_by_one_process_at_a_time(data, tmp_path):
                                               "making this output; wait for it, or choose another --out")
         holder.kill()
     assert "writes" in succeed(*words) and len(read(out)) == 12
-    with pytest.raises(InputError, match="the same command has just made it"):
+    with pytest.raises(InputError, match="has just been made by the same command"):
         Output(out, {"overwrite": False}, []).begin()
 
 
@@ -127,7 +127,7 @@ def test_without_locks_a_stage_goes_on(tmp_path, monkeypatch, capsys):
         raise OSError(38, "Function not implemented")
     monkeypatch.setattr(runtime.fcntl, "flock", refuse)
     Output(tmp_path / "out", {"overwrite": False}, []).begin()
-    assert "no lock here ([Errno 38] Function not implemented)" in capsys.readouterr().out
+    assert "cannot be locked ([Errno 38] Function not implemented)" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.args.json").read_text())["inputs"] == {}
 
 

@@ -260,9 +260,9 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     write(critic / "critic.json", [critic_note("value")])
     play_alone = ["--tasks", tasks, "--out", out, "--overwrite", "--agent"]
     for agent, message, *more in (
-            (url, "written http://A/v1#NAME"), ("http://a/v1,b/v1#m", "several of one model http://A/v1,http"),
-            ("http://[::1/v1#m", "no address of a server"), ("http://127.0.0.1:1/v1#m", "nobody answers"),
-            (f"{url}#m", "The model `m` does not exist.'}: no model of this name there"),
+            (url, "write a server as http://A/v1#NAME"), ("http://a/v1,b/v1#m", "several of one model as http://A/v1,"),
+            ("http://[::1/v1#m", "not a server address"), ("http://127.0.0.1:1/v1#m", "does not answer"),
+            (f"{url}#m", "The model `m` does not exist.'}: the server has no model of this name"),
             (f"{url}#asker", f"a critic that reads tokens: {url}#asker needs --agent-tokenizer MODEL", "--best-of", 2,
              "--critic", critic)):
         assert message in refused(2, *play_alone, agent, *more)
@@ -325,7 +325,7 @@ def test_a_misbehaving_server_changes_no_reply(local, serve, monkeypatch, capsys
     seeds = {server_seed(0, "candidates", number, 0, *more) for number in range(4) for more in ((), (1,), (2,))}
     assert {request["seed"] for request in requests} >= seeds
     printed = capsys.readouterr().out
-    assert printed.count("asked without top_k, min_p, repetition_penalty ({'message': ") == 1
+    assert printed.count("requests omit top_k, min_p, repetition_penalty ({'message': ") == 1
 
 
 def test_what_ids_must_be():
@@ -338,9 +338,9 @@ def test_what_ids_must_be():
         return sampler.fault_of(whole._replace(**changes), "A price", may_be_empty)
     assert fault_of() is None and fault_of(ended=False, ids=ids) is None
     assert fault_of(ids=ids) == "token ids without the end of the turn"
-    with pytest.raises(InputError, match="http://a/v1#m: gives no token ids"):
+    with pytest.raises(InputError, match="http://a/v1#m: returns no token ids"):
         fault_of(ids=None)
-    with pytest.raises(InputError, match=f"read 99 tokens, where this tokenizer and template make {whole[3]};"):
+    with pytest.raises(InputError, match=f"read 99 prompt tokens, but this tokenizer and template give {whole[3]};"):
         fault_of(prompt_tokens=99)
     sampler.tokenizer, thought = None, "<think>A plan</think>"         # only a chat needs more than thoughts
     assert fault_of(text=thought) is None and fault_of(False, text=thought) == "empty reply"
@@ -454,10 +454,10 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(workspace
     assert (out / "candidates.jsonl").read_bytes() == here.read_bytes() and not list(out.glob("*.partial*"))
     assert "made with another sampler" in run("04_train_policy.py", *arguments, f"{urls[0]}#other").stderr
     line = refused(4, *flags("b", "--sampler", f"{urls[0]}#nobody"))
-    assert "404" in line and "no model of this name there, or nothing that continues a prompt" in line
-    assert "nobody answers" in run("04_train_policy.py", *arguments, f"{first['url']}#model", "--overwrite").stderr
+    assert "404" in line and "the server has no model of this name, or cannot continue a prompt" in line
+    assert "does not answer" in run("04_train_policy.py", *arguments, f"{first['url']}#model", "--overwrite").stderr
     assert (out / "candidates.jsonl").exists()                       # nothing is lost
-    assert "takes http" in run("04_train_policy.py", *flags("c", "--sampler", BASE)).stderr
+    assert "must be http" in run("04_train_policy.py", *flags("c", "--sampler", BASE)).stderr
 
 
 # --- 02 --best-of

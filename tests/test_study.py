@@ -341,7 +341,7 @@ def test_a_finished_step_is_not_run_again_but_with_other_words_or_newer_files(tm
         assert study.run_step(out, [*command, *more], threads=2) == "1\n2\n"           # of the last run alone
         printed = capfd.readouterr().out
         assert not printed or printed.endswith(" s  2\n")            # its last line
-        assert (f"begins (log: {out}.log)" in printed) == ("    python -c 'import os" in printed)     # to be copied
+        assert (f"starts (log: {out}.log)" in printed) == ("    python -c 'import os" in printed)     # to be copied
         return bool(printed)
     assert has_run() and not has_run()
     assert has_run("--more") and not has_run("--more")

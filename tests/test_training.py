@@ -113,7 +113,7 @@ def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(tmp_path):
     assert load_whole(tmp_path) and load(tmp_path)
     tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(tmp_path)
-    refused_by_all(tmp_path, "its tokenizer has 783 tokens, and its embeddings 781")
+    refused_by_all(tmp_path, "its tokenizer has 783 tokens, but its embeddings 781")
     model.resize_token_embeddings(800)
     save_model(tmp_path, model, tokenizer)
     assert load_whole(tmp_path) and load(tmp_path)

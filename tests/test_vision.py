@@ -291,9 +291,9 @@ def test_bad_input_is_one_line(dialogues, vlm, data, tmp_path):
     functions, out = data / "demos.jsonl", tmp_path / "out"
     for message, number, arguments in [
             ("needs --score regression", 3, flags(dialogues, vlm, out, "--score", "logratio")),
-            ("can be no critic of functions", 3, flags(functions, vlm, out)),
-            ("models of text alone", 3, flags(dialogues, vlm, out, "--dry-run", 1)),
-            ("policies read and write text alone", 4,
+            ("cannot be a critic of functions", 3, flags(functions, vlm, out)),
+            ("--dry-run supports only text models", 3, flags(dialogues, vlm, out, "--dry-run", 1)),
+            ("a policy must be text-only", 4,
              ["--method", "sft", "--trajectories", functions, "--model", vlm, "--out", out])]:
         assert message in refused(number, *arguments)
     assert not out.exists()
