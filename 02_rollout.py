@@ -556,7 +556,7 @@ def main(argv=None):
     players.track = runtime.open_track(output)
     rows = RowFile(args.out, run)
     if rows.done:
-        say(f"{len(rows.done):,} of {len(dialogues):,} dialogues already done")
+        say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
     texts = rows.find()
     for number in sorted(rows.done):
         row = json.loads(texts[number])

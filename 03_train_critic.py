@@ -130,7 +130,7 @@ def train(scorer, examples, ref_logps, returns, critic, job):
                 micro_ref_logps = [ref_logps[i] for i in micro]
                 advantages = turn_advantages(outputs, micro_ref_logps, batch.lengths, critic)      # (B, M)
                 losses, rewards = bradley_terry_losses(advantages, outputs, batch.lengths, job.beta, job.nll_coef)
-                terms = {"loss": losses, **training.preference_numbers(**rewards, dtype=job.sharding.dtype)}    # (P,)
+                terms = {"loss": losses, **training.preference_metrics(**rewards, dtype=job.sharding.dtype)}    # (P,)
                 if critic.score == "regression":
                     del terms["nll"]                                # a head's outputs are not log-probabilities
             loop.backward(terms, weights / num_terms)
@@ -228,7 +228,7 @@ def main(argv=None):
     ref_examples = examples
     if not args.reference_sees_c:
         ref_examples = common.trajectory_examples(trajectories, groups, critic.trajectory_items, sees_c=False)
-    fitting = job.fitting_numbers(examples)
+    fitting = job.fitting_indices(examples)
     examples = [examples[i] for i in fitting]
     num_trained = sum(not is_held_out(example.task_id, args.held_out_frac) for example in examples)
     if not num_trained:

@@ -78,7 +78,7 @@ def preference_losses(scorer, batch, examples, ref_logps, job):
     pair_ref_logps = ref_logps[items, actions]                                              # (P, 2)
     lengths = batch.lengths[items, actions]                                                 # (P, 2)
     losses, numbers = dpo_losses(pair_logps, pair_ref_logps, lengths, job.beta, job.nll_coef)      # (P,)
-    numbers = training.preference_numbers(**numbers, dtype=job.sharding.dtype)
+    numbers = training.preference_metrics(**numbers, dtype=job.sharding.dtype)
     num_pairs = [len(example.pairs) for example in examples]
     sums = {}
     for name, values in {"loss": losses, **numbers}.items():
@@ -122,7 +122,7 @@ def read_states(trajectories, tokenizer, data_frac, seed):
     subset = [trajectories[i] for i in sorted(order[:num_used])]
     states, kinds = [], collections.Counter()
     for trajectory in subset:
-        states += states_of(trajectory, agent_turns(tokenizer, trajectory, kinds))
+        states += trajectory_states(trajectory, agent_turns(tokenizer, trajectory, kinds))
     say(f"{len(states):,} agent turns of {len(subset):,} dialogues (--data-frac {data_frac:g} of "
         f"{len(trajectories):,})")
     say_kinds("their prompts", kinds)
@@ -146,7 +146,7 @@ def fitting_states(states, tokenizer, critic, max_new_tokens, job):
     return fitting
 
 
-def states_of(trajectory, turns):
+def trajectory_states(trajectory, turns):
     """The states of a trajectory, one for each agent turn. turns: its agent_turns."""
     history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
     dialogue = {key: trajectory[key] for key in NAME if key in trajectory}
@@ -212,7 +212,7 @@ def sample_candidates(states, sampler, sampling, job):
 
 def score_rows(rows, critic):
     """The critic's advantage of every candidate (eq. 3), a list for each row."""
-    return critic.score_actions([state_of(row) for row in rows])
+    return critic.score_actions([as_state(row) for row in rows])
 
 
 def score_candidates(rows, critic, job, score=score_rows):
@@ -242,7 +242,7 @@ def score_candidates(rows, critic, job, score=score_rows):
     return read_rows(path)
 
 
-def state_of(row):
+def as_state(row):
     """The common.State of a row of candidates.jsonl."""
     domain = domain_of(row["task"])
     texts = [visible_text(domain, candidate["text"], row["prompt"]) for candidate in row["candidates"]]
@@ -550,7 +550,7 @@ def main(argv=None):
         else:
             good = successful(trajectories, args.trajectories) if args.method == "rft" else trajectories
             examples = common.trajectory_examples(good, [(i,) for i in range(len(good))], make_items, sees_c=None)
-        examples = [examples[i] for i in job.fitting_numbers(examples)]
+        examples = [examples[i] for i in job.fitting_indices(examples)]
         job.output.begin()
 
     is_preference = args.method in ("sweet", "mtdpo")

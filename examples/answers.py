@@ -116,7 +116,7 @@ def answering_candidates(row):
     02 takes any message there as the answer."""
     domain = domain_of(row["task"])
     answers = []
-    for number, text in enumerate(policy.state_of(row).texts):
+    for number, text in enumerate(policy.as_state(row).texts):
         history = [*row["history"], {"role": "assistant", "content": text}]
         if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is not None:
             answers.append(number)

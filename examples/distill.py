@@ -90,7 +90,7 @@ def main(argv=None):
     make_items = functools.partial(common.trajectory_items, tokenizer)
     plain = common.trajectory_examples(trajectories, groups, make_items, sees_c=False)
     informed = common.trajectory_examples(trajectories, groups, make_items, sees_c=True)          # longer
-    examples = [TaughtExample(*plain[i], informed[i].items) for i in job.fitting_numbers(informed)]
+    examples = [TaughtExample(*plain[i], informed[i].items) for i in job.fitting_indices(informed)]
     job.output.begin()
 
     # the initial model, a full copy on each rank, without gradients

@@ -39,7 +39,7 @@ def worths(environment, rows, critic):
     scores = policy.score_rows(rows, critic)
     gain_of = gains(environment, rows, critic)
     for number, row in enumerate(rows):
-        for place, text in enumerate(policy.state_of(row).texts):
+        for place, text in enumerate(policy.as_state(row).texts):
             if (number, text) in gain_of:
                 scores[number][place] = gain_of[number, text]
     return scores
@@ -52,7 +52,7 @@ def gains(environment, rows, critic):
     before = [solution_item(tokenizer, row["prompt"], row["task"]) for row in rows]
     after = {}                                                       # {(number of a row, text): an item}
     for number, row in enumerate(rows):
-        for text in sorted(set(policy.state_of(row).texts)):
+        for text in sorted(set(policy.as_state(row).texts)):
             prompt = prompt_after(row, text, tokenizer, environment)
             if prompt is not None:
                 after[number, text] = solution_item(tokenizer, prompt, row["task"])

@@ -205,7 +205,7 @@ def main(argv=None):
     groups = [(i,) for i in range(len(trajectories))]
     make_items = functools.partial(common.trajectory_items, tokenizer)
     examples = common.trajectory_examples(trajectories, groups, make_items, sees_c=False)
-    fitting = job.fitting_numbers(examples)
+    fitting = job.fitting_indices(examples)
     examples = [examples[i] for i in fitting]
     fitting_trajectories = [trajectories[i] for i in fitting]
     job.output.begin()

@@ -323,7 +323,7 @@ class Output:
             return False
         check_same_command(out, before, now)
         if self.is_whole():
-            say(f"{out}: already done by the same command (if the code has changed: --overwrite)")
+            say(f"{out}: done already by the same command (if the code has changed: --overwrite)")
             return True
         return False
 

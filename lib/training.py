@@ -60,7 +60,7 @@ class Job:
         """A Scorer, split over the ranks (load_scorer)."""
         return load_scorer(name, self.run, self.sharding, lora, kind)
 
-    def fitting_numbers(self, examples):
+    def fitting_indices(self, examples):
         """Numbers of the examples whose sequences all fit --max-length; reports how many are dropped.
         Raises InputError if none fits."""
         numbers = [i for i, example in enumerate(examples) if longest_sequence(example) <= self.max_length]
@@ -148,7 +148,7 @@ def rank_batches(batch, examples, job):
 EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
-def preference_numbers(chosen, rejected, nll, dtype):
+def preference_metrics(chosen, rejected, nll, dtype):
     """Numbers of pairs for the log, {name: (P,)}: accuracy, margin, the chosen side's implicit reward and mean NLL.
     A pair of equal rewards (EQUAL_MARGIN) is half right, as all pairs are before the first update (except with 03
     --reference-sees-c no)."""

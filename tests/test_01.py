@@ -64,4 +64,4 @@ def test_same_seed_same_file(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         call(1, "--num-tasks", 20, "--seed", seed, "--out", tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
-    assert "already done" in call(1, "--num-tasks", 20, "--seed", 1, "--out", tmp_path / "a")
+    assert "done already" in call(1, "--num-tasks", 20, "--seed", 1, "--out", tmp_path / "a")

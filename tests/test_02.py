@@ -141,7 +141,7 @@ def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         call(2, *words, "--seed", seed, "--out", tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
-    assert "already done" in call(2, *words, "--seed", 0, "--out", tmp_path / "a")
+    assert "done already" in call(2, *words, "--seed", 0, "--out", tmp_path / "a")
     assert [row["simulator"] for row in read(tmp_path / "a")] == [str(BASE)]
     assert ':1: missing "facts"' in refused(2, *words, "--simulator", "rules", "--out", tmp_path / "d")
 
@@ -161,7 +161,7 @@ def test_killed_on_one_rank_and_resumed_on_two_equals_uninterrupted_on_one(works
     assert 0 < len(lines) < 24
     partial.write_text("\n".join([*lines, '7 {"task_id": "cut']))
     printed = succeed("02_rollout.py", *words, out, "--concurrency", 9, ranks=2)           # it is no other command
-    assert f"{len(lines)} of 24 dialogues already done" in printed and not list(tmp_path.glob("killed.partial*"))
+    assert f"{len(lines)} of 24 dialogues are there already" in printed and not list(tmp_path.glob("killed.partial*"))
     rows, whole = read(out), read(tmp_path / "whole")
     assert all(rows[int(number)] == json.loads(row) for number, row in (line.split(" ", 1) for line in lines))
     assert [(row["task_id"], row["sample"]) for row in rows] == [(row["task_id"], row["sample"]) for row in whole]

@@ -33,7 +33,7 @@ from lib.runtime import InputError
 from lib.scorer import batch_pairs, collate, items_of, Sequence, without_trees
 from lib.seeds import uniforms
 from lib.tokens import agent_turns, encode
-from lib.training import preference_numbers
+from lib.training import preference_metrics
 
 policy_stage = stage(4)
 
@@ -186,7 +186,7 @@ def test_phases_can_be_inspected(sweet):
 
 def test_an_equal_pair_is_half_right():
     chosen, rejected = torch.tensor([0.3, 0.3 + 3e-7, 0.3 - 3e-7, 0.4, 0.2]), torch.full((5,), 0.3)
-    numbers = preference_numbers(chosen, rejected, torch.zeros(5), "float32")
+    numbers = preference_metrics(chosen, rejected, torch.zeros(5), "float32")
     assert numbers["acc"].tolist() == [0.5, 0.5, 0.5, 1, 0]
     assert numbers["margin"].mean().item() == pytest.approx(0, abs=1e-6)
 
@@ -213,7 +213,7 @@ def test_candidates_are_scored_without_their_thoughts():
     texts = ["{} a</think>What?", "<think>{} b</think>What?", "c</think>{} d"]
     row = {"task": FUNCTION, "prompt": "<think>", "history": [],
            "candidates": [{"text": text.format(backend.MARKER), "ids": [1]} for text in texts]}
-    assert policy_stage.state_of(row).texts == ["What?", "What?", f"{backend.MARKER} d"]
+    assert policy_stage.as_state(row).texts == ["What?", "What?", f"{backend.MARKER} d"]
 
 
 def test_scoring_that_was_killed_resumes_to_the_same_file(tmp_path, monkeypatch):

@@ -222,7 +222,7 @@ def test_an_evaluation_shows_every_answer_and_trusts_no_logged_reward(tmp_path):
     assert numbers["ci95"][0] == 0.0 and 0.6 < numbers["ci95"][1] <= 1.0
     assert [row["reward"] for row in read(tmp_path / "report" / "scored" / "a.jsonl")] == [1.0, 0.5, 0.0]
     assert numbers["against_baseline"]["difference"] == pytest.approx(1 / 3)
-    assert "against b" in printed and "+0.333" in printed and "already done" in call(5, *words)
+    assert "against b" in printed and "+0.333" in printed and "done already" in call(5, *words)
     assert "u: 1 tests of 1 tasks cannot be graded" in printed and metrics["u"]["tests_passed"] == 0.5
     runs = metrics["sweet@8"]
     assert runs["runs"] == [1, 0] and runs["success_rate"] == 0.5 and runs["tasks"] == 3 and runs["n"] == 6

@@ -100,7 +100,7 @@ def test_branches_go_on_where_they_were_interrupted(branches, tmp_path):
     there = [1, 0, *range(3, 43), 47]                                # of three candidates a half, of one nothing
     shutil.copy(f"{whole}.args.json", tmp_path / "b.jsonl.args.json")
     Partial(tmp_path / "b.jsonl").write_text("".join(f"{n} {lines[n]}" for n in there) + '45 {"cut')
-    assert "43 of 48 dialogues already done" in call(2, *flags, "--out", tmp_path / "b.jsonl")
+    assert "43 of 48 dialogues are there already" in call(2, *flags, "--out", tmp_path / "b.jsonl")
     again = (tmp_path / "b.jsonl").read_text().splitlines(True)
     assert all(again[n] == lines[n] for n in there) and len(again) == 48
     assert sum(a == b for a, b in zip(again, lines)) >= 46       # batches differ: see test_02

@@ -247,7 +247,7 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny, max_rou
             asked = turns(task["problem_description"], text)
             asked.append(gain.reply_to(task, asked, world))
             assert worth == pytest.approx(max(0, logp_of_answer(asked) - logp_of_answer(history)), abs=1e-3)
-    [scores] = critic.score_actions([stage(4).state_of(row)])
+    [scores] = critic.score_actions([stage(4).as_state(row)])
     assert worths[0] > 2 and worths[1] < .5                          # with the marker 3.1 in the last round but one
     assert worths[2] == pytest.approx(scores[2], abs=1e-6)           # an answer
 

@@ -249,7 +249,7 @@ def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path
                   "--out", tmp_path / "p", ranks=2)
     assert process.returncode == 2 and "have equal advantages" in process.stderr
     rows = read(tmp_path / "p" / "scored.jsonl")
-    expected = loaded.score_actions(list(map(stage(4).state_of, rows)))
+    expected = loaded.score_actions(list(map(stage(4).as_state, rows)))
     advantages = sum([row["advantages"] for row in rows], [])
     assert len(rows) > 0 and advantages == pytest.approx(sum(expected, []), abs=1e-4)
 
