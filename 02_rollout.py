@@ -356,6 +356,7 @@ def summary(path):
     """One line: the mean return (over tasks) and the domain's columns as in 05, rounds, how dialogues and turns ended,
     and the share of a simulator model's replies that leak the solution."""
     trajectories = runtime.read_rows(path)
+    data.say_graded(trajectories)
     domain = domain_of(trajectories[0]["task"])
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"][1:]]
     num_full = sum("no_room" in trajectory for trajectory in trajectories)

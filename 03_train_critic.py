@@ -4,7 +4,7 @@ Reads   trajectories.jsonl (02) with rewards, a model.
 Writes  a critic folder: a model folder with critic.json and metrics.jsonl.
 
 A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c once, in a short text
-before the first message (common.SOLUTION_TEXT):
+before the first message (Domain.SOLUTION_TEXT):
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
 Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
@@ -88,11 +88,12 @@ def is_held_out(task_id, fraction):
     return number / 2 ** 32 < fraction
 
 
-def split_groups(trajectories, needs_pairs, held_out_frac, path):
+def split_groups(trajectories, needs_pairs, min_gap, held_out_frac, path):
     """(groups of trajectory numbers to train on, pairs of held-out tasks).
 
     A group is a pair (chosen, rejected) or, if not needs_pairs, a single trajectory. path: of the file, for errors."""
-    pairs = common.trajectory_pairs(trajectories, path, needs_pairs)
+    pairs = common.trajectory_pairs(trajectories, path, needs_pairs, min_gap)
+    data.say_pairs(trajectories, pairs)
     groups = pairs if needs_pairs else [(number,) for number in range(len(trajectories))]
     train, test = [], []
     for group in groups:
@@ -211,7 +212,8 @@ def main(argv=None):
     if job.output.is_done():
         return
     data.fill_rewards(trajectories, job.output)
-    groups, held_out_groups = split_groups(trajectories, needs_pairs, args.held_out_frac, args.trajectories)
+    groups, held_out_groups = split_groups(trajectories, needs_pairs, args.min_return_gap, args.held_out_frac,
+                                           args.trajectories)
     groups += held_out_groups
 
     # the critic decides how a trajectory becomes tokens
@@ -242,10 +244,8 @@ def main(argv=None):
     ref_logps = [None] * len(examples)
     if args.score == "logratio":
         ref_logps = reference_logps(args.out, scorer, [ref_examples[i] for i in fitting], args.max_tokens)
-    returns = []
-    for i in fitting:
-        trajectory = trajectories[groups[i][0]]
-        returns.append(max(0.0, float(domain.eval_score(trajectory))))
+    eval_scores = [domain.eval_score(trajectories[groups[i][0]]) for i in fitting]
+    returns = [max(0.0, float(score)) for score in eval_scores]
     train(scorer, examples[:num_trained], ref_logps, returns, critic, job)          # the others are held out
 
     accuracy, num_pairs = None, len(examples) - num_trained

@@ -543,8 +543,8 @@ def main(argv=None):
         if args.method != "sft":
             data.fill_rewards(trajectories, job.output)
         if args.method == "mtdpo":
-            groups = common.trajectory_pairs(trajectories, args.trajectories)
-            say(f"{len(groups):,} trajectory pairs")
+            groups = common.trajectory_pairs(trajectories, args.trajectories, min_gap=args.min_return_gap)
+            data.say_pairs(trajectories, groups)
             examples = common.trajectory_examples(trajectories, groups, make_items, sees_c=False)
             examples = [pair_of_dialogues(example) for example in examples]
         else:

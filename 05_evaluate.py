@@ -336,6 +336,7 @@ def main(argv=None):
     # scores and metrics, written before anything optional
     (out / "scored").mkdir(exist_ok=True)
     rescore(all_trajectories, environments, domain)
+    data.say_graded(all_trajectories)
     metrics = {}
     for name, trajectories in files.items():
         write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)

@@ -43,14 +43,13 @@ from lib.tokens import agent_turns, encode, generation_cue, LAST_ROUND, plain, p
 # ---------------------------------------------------------------------------------------------------------------------
 # tokens of a dialogue, and where c is inserted
 
-SOLUTION_TEXT = "The {noun} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
-
-
 def solution_text(task):
-    """Text that states c; empty if the task has none."""
+    """Text that states c (Domain.SOLUTION_TEXT, or the task's own); empty if the task has none."""
     if not task["ground_truth"]:
         return ""
-    return SOLUTION_TEXT.format(noun=domain_of(task).NOUN, ground_truth=task["ground_truth"])
+    domain = domain_of(task)
+    text = task.get("solution_text", domain.SOLUTION_TEXT)
+    return text.replace("{noun}", domain.NOUN).replace("{c}", task["ground_truth"])
 
 
 def vocabulary_text(trajectory):
@@ -165,13 +164,14 @@ def trajectory_examples(trajectories, groups, make_items, sees_c):
     return examples
 
 
-def trajectory_pairs(trajectories, path, needed=True):
+def trajectory_pairs(trajectories, path, needed=True, min_gap=None):
     """[(chosen, rejected)] numbers of trajectories of one task.
 
-    If the domain has graded returns (MIN_RETURN_GAP): every two whose rewards differ by at least that much.
+    If returns are graded (min_gap, or the domain's MIN_RETURN_GAP): every two whose rewards differ by at least that.
     Otherwise each failure (reward below 1) is paired with one success (reward 1) of its task, in turn.
     needed: raises InputError, which names `path`, if there is no pair."""
-    min_gap = domain_of(trajectories[0]["task"]).MIN_RETURN_GAP
+    if min_gap is None:
+        min_gap = domain_of(trajectories[0]["task"]).MIN_RETURN_GAP
     by_task = {}
     for number, trajectory in enumerate(trajectories):
         by_task.setdefault(trajectory["task_id"], []).append(number)
@@ -193,7 +193,11 @@ def trajectory_pairs(trajectories, path, needed=True):
             lack = f"two dialogues whose rewards differ by {min_gap}"
         if len({trajectory["reward"] for trajectory in trajectories}) == 1:
             lack += f" (all rewards are {trajectories[0]['reward']:g})"
-        raise InputError(f"{path}: no trajectory pairs: no task has {lack}; roll out more --samples a task")
+        advice = "roll out more --samples per task"
+        if len(by_task) == len(trajectories):
+            advice = ("each task has one dialogue: train on single dialogues (03 --score value), or give those that "
+                      'belong together one "task_id"')
+        raise InputError(f"{path}: no trajectory pairs: no task has {lack}; {advice}")
     return pairs
 
 
@@ -482,7 +486,7 @@ def must_read_text(critic):
 
 def prompt_form(critic, domain):
     """Hash of the critic's prompt format, taken on a placeholder task and dialogue."""
-    task = {"problem_description": "?", "ground_truth": "c", "own": True}
+    task = {"problem_description": "?", "ground_truth": "c", "own": True, "solution_text": domain.SOLUTION_TEXT}
     history = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     page = {"role": "assistant", "content": "```html\n<p>?</p>\n```"}
     prompts = critic.empty_prompts(task, [*history, page])

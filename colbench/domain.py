@@ -69,6 +69,8 @@ class Domain:
     NOUN = None                     # what the user needs, in prompts and errors ("function")
     FAMILIES = None                 # names of the template families
     AGENT_SYSTEM = None             # the agent's system prompt; "{max_rounds}" stands for the number of rounds
+    # What stands before a dialogue that a critic reads, with NOUN and the solution filled in
+    SOLUTION_TEXT = "The {noun} that this person needs is the following.\n{c}\nThe dialogue with the person:\n"
     Environment = None              # a subclass of Environment, above
 
     def owns(self, task):

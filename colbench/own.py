@@ -1,13 +1,16 @@
-"""Dialogues made by other programs, one per line: {"messages": [{"role", "content"}, …], "reward", "c" (optional)}.
+"""Dialogues made by other programs, one per line: {"messages": [{"role", "content"}, …], "reward"}; optional: "c",
+"c_text", "task_id".
 
 The rewards of the file, from 0 to 1, are kept, because nothing here can score the answers. A leading system message is
 the agent's system prompt. "c" is the critic's information: the solution, or anything else that the agent did not see.
-Dialogues with the same first user message and the same "c" belong to one task."""
+"c_text" states it before the dialogue, with {c} in its place (default: Domain.SOLUTION_TEXT). Dialogues with the same
+first user message and the same "c" belong to one task, or those with the same "task_id"."""
 from colbench.domain import Domain, Environment, task_id
-from colbench.schema import check_kind, InputError, list_of, nullable, number, one_of, record
+from colbench.schema import check_kind, InputError, label, list_of, nullable, number, one_of, record
 
 MESSAGE = record({"role": one_of("system", "user", "assistant"), "content": str})
-ROW = record({"messages": list_of(MESSAGE), "reward": number(0, 1)}, {"c": str, "advantages": list_of(nullable(float))})
+ROW = record({"messages": list_of(MESSAGE), "reward": number(0, 1)},
+             {"c": str, "c_text": str, "task_id": label, "advantages": list_of(nullable(float))})
 
 
 class OwnEnvironment(Environment):
@@ -38,10 +41,13 @@ class Own(Domain):
             raise InputError(f'{where}: "messages" must begin with a user\'s, after at most one of the system, and '
                                 "have one of the assistant")
         task = {"problem_description": turns[0]["content"], "ground_truth": row.get("c", ""), "own": True}
+        if "c_text" in row:
+            task["solution_text"] = row["c_text"]
         answer = [turn["content"] for turn in turns if turn["role"] == "assistant"][-1]
         advantages = row.get("advantages", [None])
         advantages = None if None in advantages else advantages      # 05 exports None where it knows no advantage
-        trajectory = {"task_id": task_id(task), "task": task, "dialogue_history": turns, "answer": answer,
+        name = row.get("task_id") or task_id(task)
+        trajectory = {"task_id": name, "task": task, "dialogue_history": turns, "answer": answer,
                       "reward": row["reward"], "max_rounds": len(turns), "advantages": advantages}
         if len(turns) < len(messages):
             trajectory["system_prompt"] = messages[0]["content"]

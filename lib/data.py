@@ -162,6 +162,25 @@ def fill_rewards(trajectories, output):
         for trajectory, verdict in zip(unscored, missing_verdicts(unscored, trajectories, output)):
             trajectory |= verdict
         say(f"computed {len(unscored):,} missing rewards")
+    say_graded(trajectories)
+
+
+def say_graded(trajectories):
+    """Say so if rewards between 0 and 1 count as failures."""
+    domain = domain_of(trajectories[0]["task"])
+    graded = [t for t in trajectories if 0 < t.get("reward", 0) < 1 and domain.eval_score(t) == 0]
+    if graded and domain.MIN_RETURN_GAP is None:
+        say(f"{len(graded):,} of {len(trajectories):,} rewards are between 0 and 1 and count as failures (graded "
+            "rewards: set MIN_RETURN_GAP and eval_score of the domain)")
+
+
+def say_pairs(trajectories, pairs):
+    """Say how many trajectory pairs there are, from how many tasks, and how many dialogues have a c."""
+    tasks = {trajectory["task_id"] for trajectory in trajectories}
+    paired = {trajectories[chosen]["task_id"] for chosen, _ in pairs}
+    with_c = sum(bool(trajectory["task"]["ground_truth"]) for trajectory in trajectories)
+    say(f"{len(pairs):,} trajectory pairs from {len(paired):,} of {len(tasks):,} tasks; {len(trajectories):,} "
+        f"dialogues, {with_c:,} with c")
 
 
 @on_main

@@ -155,6 +155,8 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     group.add_argument("--num-trajectories", type=positive_int, help="use only this many (nested subsets, by --seed)")
     group.add_argument("--max-length", type=positive_int, default=max_length,
                        help="drop longer trajectories (tokens); SWEET: pairs whose prompt and longer action are longer")
+    group.add_argument("--min-return-gap", type=number_flag(0, 2), help="least difference in reward of a trajectory "
+                       "pair, if rewards are graded (None: the domain's)")
     group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after this many steps")
     group = parser.add_argument_group("LoRA (needs peft)")
     group.add_argument("--lora", type=positive_int, metavar="RANK", help="train an adapter, on a model in --dtype")

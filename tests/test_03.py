@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import common
-from colbench import backend, frontend
+from colbench import backend, Domain, frontend
 from compare import assert_same_steps, greatest_difference, token_logps_after
 from conftest import (
     BASE,
@@ -239,7 +239,8 @@ def test_whether_a_task_is_held_out_by_hand(fraction, held_out):
 @pytest.mark.parametrize("score", ["logratio", "value"])
 def test_held_out_pairs_share_no_task_with_the_others(workspace, score):
     trajectories = read(workspace / "offline.jsonl")
-    split = functools.partial(critic_stage.split_groups, needs_pairs=score != "value", held_out_frac=0.3, path="t")
+    split = functools.partial(critic_stage.split_groups, needs_pairs=score != "value", min_gap=None, held_out_frac=0.3,
+                              path="t")
     groups, held_out_pairs = split(trajectories)
     trained = {trajectories[number]["task_id"] for group in groups for number in group}
     held_out = {trajectories[number]["task_id"] for pair in held_out_pairs for number in pair}
@@ -346,11 +347,11 @@ def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, criti
     stages = {2: ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--best-of", 2],
               4: ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE],
               5: [f"a={workspace / 'offline.jsonl'}"]}
-    sentence = "They need this {noun}.\n{ground_truth}\n"
+    sentence = "They need this {noun}.\n{c}\n"
     line = f"{critic[0]}: its prompt format differs from this code's (SOLUTION_TEXT, "
     assert common.read_critic(critic[0], backend)
     with monkeypatch.context() as patch:
-        patch.setattr(common, "SOLUTION_TEXT", sentence)
+        patch.setattr(Domain, "SOLUTION_TEXT", sentence)
         for number, words in stages.items():
             assert refused(number, *words, "--critic", critic[0], "--out", tmp_path / "out").startswith(line)
         assert not (tmp_path / "out").exists()
