@@ -194,7 +194,8 @@ def test_logs_with_unique_openings_form_tasks_by_their_task_id(tmp_path):
     line = refused(3, *flags, "--out", tmp_path / "critic")
     assert "each task has one dialogue: train on single dialogues (03 --score value), or give " in line
     printed = call(3, *flags, "--score", "value", "--held-out-frac", 0, "--out", tmp_path / "value")
-    assert "0 trajectory pairs from 0 of 5 tasks; 5 dialogues, 5 with c\n" in printed and "They want: a window" in printed
+    assert "0 trajectory pairs from 0 of 5 tasks; 5 dialogues, 5 with c\n" in printed
+    assert "They want: a window seat" in printed
     write(path, [{**row, "task_id": "trips"} for row in rows])
     printed = call(3, *flags, "--held-out-frac", 0, "--out", tmp_path / "critic")
     assert "10 trajectory pairs from 1 of 1 tasks; 5 dialogues, 5 with c\n" in printed
