@@ -3,10 +3,11 @@
 Reads   trajectories.jsonl (02) with rewards, a model.
 Writes  a critic folder: a model folder with critic.json and metrics.jsonl.
 
-A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c once, in a short text
-before the first message (Domain.SOLUTION_TEXT):
+A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c in a short text before
+the first message (Domain.SOLUTION_TEXT):
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
-Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
+Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return. Each failure is paired with
+one success of its task, in turn (graded returns: every two that differ enough):
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
 s: the sigmoid; b: --beta (.1); --nll-coef .01; NLL: a mean over the agent's tokens. o_t: the dialogue so far.
 
@@ -14,7 +15,7 @@ s: the sigmoid; b: --beta (.1); --nll-coef .01; NLL: a mean over the agent's tok
 --normalize trajectory  L: all agent tokens of the trajectory, as in the published code
 --normalize none        L: 1
 --reference-sees-c no   p_ref does not read c. A is then nonzero before training: how much c raises the turn's
-                        log-probability. (04 has the same flag for ranking, with this setting as its default.)
+                        log-probability. (04 has the same flag for ranking; left out, it is as here.)
 --critic-sees-c no      neither p nor p_ref reads c
 --score regression      a linear head on the mean of a turn's last hidden states outputs its advantage; trained by eq. 2
 --score value           a head predicts the trajectory's return after each turn, as a logit; trained by binary
@@ -128,24 +129,17 @@ def train(scorer, examples, ref_logps, returns, critic, job):
                 labels = torch.tensor([returns[i] for i in micro], device=outputs.device)          # (B,)
                 terms = value_losses(outputs, labels, batch.lengths)                               # (B,) each
             else:
-                micro_ref_logps = [ref_logps[i] for i in micro]
-                advantages = turn_advantages(outputs, micro_ref_logps, batch.lengths, critic)      # (B, M)
-                losses, rewards = bradley_terry_losses(advantages, outputs, batch.lengths, job.beta, job.nll_coef)
-                terms = {"loss": losses, **training.preference_metrics(**rewards, dtype=job.sharding.dtype)}    # (P,)
+                advantages = outputs                                # a regression head outputs advantages
+                if critic.score == "logratio":
+                    micro_ref_logps = padded_outputs([ref_logps[i] for i in micro], outputs.device)        # (B, M)
+                    # eq. 3, (B, M)
+                    advantages = common.action_advantages(outputs, micro_ref_logps, batch.lengths, critic.normalize)
+                losses, metrics = bradley_terry_losses(advantages, outputs, batch.lengths, job.beta, job.nll_coef)
+                terms = {"loss": losses, **training.preference_metrics(**metrics, dtype=job.sharding.dtype)}    # (P,)
                 if critic.score == "regression":
                     del terms["nll"]                                # a head's outputs are not log-probabilities
             loop.backward(terms, weights / num_terms)
         loop.update(step)
-
-
-def turn_advantages(outputs, ref_logps, lengths, critic):
-    """The advantages of turns, (B, M): eq. 3 for a log-ratio critic; a regression head's outputs.
-
-    outputs     (B, M) of the scorer
-    ref_logps   of the B items, as in train()"""
-    if critic.score == "regression":
-        return outputs
-    return common.action_advantages(outputs, padded_outputs(ref_logps, outputs.device), lengths, critic.normalize)
 
 
 def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
@@ -156,7 +150,10 @@ def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
     if critic.score == "value":
         scores = last_values(outputs, lengths)                                             # (2P,)
     else:
-        scores = turn_advantages(outputs, ref_logps, lengths, critic).sum(1)               # (2P,)
+        advantages = outputs                                                               # (2P, M)
+        if critic.score == "logratio":
+            advantages = common.action_advantages(outputs, padded_outputs(ref_logps), lengths, critic.normalize)
+        scores = advantages.sum(1)                                                         # (2P,)
     gaps = scores[0::2] - scores[1::2]                                                     # (P,)
     return ((gaps > 0).sum() + 0.5 * (gaps == 0).sum()).item() / len(gaps)
 
@@ -214,7 +211,7 @@ def main(argv=None):
     data.fill_rewards(trajectories, job.output)
     groups, held_out_groups = split_groups(trajectories, needs_pairs, args.min_return_gap, args.held_out_frac,
                                            args.trajectories)
-    groups += held_out_groups
+    groups += held_out_groups                                        # last: examples[:num_trained] are trained on
 
     # the critic decides how a trajectory becomes tokens
     if reads_images(args.model):

@@ -5,8 +5,8 @@ Writes  a model folder with metrics.jsonl and agent.json (its system prompt in t
         candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
 
 --method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
-                 score each by the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one
-                 of the worse half, and train by single-turn DPO:
+                 score each by the critic's A(o_t, a, c) (eq. 3), draw --pairs-per-turn pairs, with replacement, of a
+                 random one of the better half and a random one of the worse half, and train by single-turn DPO:
     eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
                  --reference-sees-c no: p_ref of eq. 3 does not read c in ranking, as in the published code (default: as
@@ -423,6 +423,7 @@ BATCH_SIZE = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32}
 PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "lr": 2e-7, "beta": 0.1, "nll_coef": 0.01,
          "data_frac": 0.1, "num_candidates": 16, "pairs_per_turn": 4, "temperature": 1.0}
 PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend": PAPER}
+# They differ in what the reference model reads in ranking, a flag that other methods than sweet refuse
 REFERENCE_SEES_C = {"paper-backend": True, "paper-frontend": True, "published-backend": False}        # in ranking
 
 

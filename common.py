@@ -69,7 +69,7 @@ def critic_prompt(tokenizer, prompt, task):
 
 def trajectory_sequences(tokenizer, turns, task=None):
     """The item of a trajectory, a list of Sequences, from its agent_turns. Each turn of the agent is an action.
-    task: if given, c is inserted once, at the very front (critic_prompt).
+    task: if given, c is put in front of each sequence (critic_prompt), which is usually one.
 
     Turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" give one sequence:
         ids             <u> hi <a> who ? <e> <u> me <a> ok <e>
@@ -134,7 +134,7 @@ def actions_item(tokenizer, prompt, actions):
 # task_id  the task of its first item, by which 03 holds out whole tasks
 #
 #                  items                        actions of an item           pairs
-#     sweet        1: a state                   its candidates               of actions of this item
+#     sweet        1: a state                   its paired candidates        of actions of this item
 #     mtdpo        2: trajectories              1, the whole dialogue        1: the action of item 0, that of item 1
 #     rft, sft     1: a trajectory              the agent's turns            none: all actions are imitated
 #     critic       2: chosen, rejected          the agent's turns            none: the items are compared as wholes
@@ -234,7 +234,7 @@ class TextCritic:
     folder             made by 03; for an untrained critic the model's name
     tokenizer          must be the policy's
     critic_sees_c      whether the critic reads c
-    reference_sees_c   whether its reference model does too
+    reference_sees_c   False: its reference model reads the dialogue without c; True: what the critic reads
     normalize          see eq. 3"""
 
     scorer_class = HeadScorer
@@ -261,7 +261,7 @@ class TextCritic:
 
     def score_actions(self, states):
         """The advantage of each action of States, a list of floats for each state. Equal actions are scored once.
-        --normalize trajectory also takes the mean over the action's own tokens here."""
+        A candidate has no trajectory: with --normalize trajectory, too, it is a mean over its own tokens."""
         distinct = [state._replace(actions=sorted(set(map(tuple, state.actions)))) for state in states]
         items = self.state_items(distinct, self.critic_sees_c)
         ref_items = items if self.reference_sees_c else self.state_items(distinct, sees_c=False)
@@ -338,8 +338,11 @@ class LogRatioCritic(TextCritic):
         self.is_untrained = folder == reference
 
     def load(self, load, max_tokens):
-        """Load the models. load(name, lora=…, kind=…) returns a Scorer: training.Job.load, split over the ranks, or
-        scorer.load_whole(device). max_tokens: of a batch."""
+        """Load the models. The reference model is the one that 03 started from: for an adapter its base, for an
+        untrained critic itself.
+
+        load(name, lora=…, kind=…) returns a Scorer: training.Job.load, split over the ranks, or load_whole(device).
+        max_tokens: of a batch."""
         self.max_tokens = max_tokens
         if self.is_untrained:
             self.scorer = for_scoring(load(self.folder))

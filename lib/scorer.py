@@ -170,8 +170,8 @@ def batch_pairs(examples):
 # a batch: action_logps or action_values, (B, M)
 
 class Scorer(torch.nn.Module):
-    """A causal language model that returns the log-probability of each action of a batch (collate), (B, M); 0: no such
-    action.
+    """A causal language model that returns the log-probability of each action of a batch (collate), a sum over its
+    tokens, (B, M); 0: no such action.
 
     Call this instead of the model, except to sample. When sharded, a call gathers weights and keeps some for backward:
     without gradients use action_outputs, which frees them."""
@@ -309,7 +309,7 @@ def action_sums(batch, values):
 
 
 def action_logps(projection, hidden, batch):
-    """The log-probability of each action, summed over its tokens (agent_turns), (B, M) float32.
+    """The log-probability of each action, (B, M) float32: a sum over its tokens, each from the state before it.
     hidden: (R, T, H). The vocabulary projection is computed only at action tokens."""
     r, t = batch.action_tokens
     before = hidden[r, batch.previous[r, t]]                                              # (N, H)

@@ -157,7 +157,8 @@ def main(argv=None):
     trajectories = data.read_trajectories(args.trajectories)
     domain = domain_of(trajectories[0]["task"])
     if args.gates and any(domain.turn_kind(row["task"], [], "") is None for row in trajectories):
-        raise InputError(f"{args.trajectories}: --gates needs tasks whose domain tells the kind of a turn (turn_kind), as template tasks of 01")
+        raise InputError(f"{args.trajectories}: --gates needs tasks whose domain knows kinds of turns (turn_kind), as "
+                         "those of 01")
     if args.gates:
         name, measured = "gates.json", measure_gates(trajectories, domain, args.gates, device)
         lines = gate_lines(measured, args.gates)

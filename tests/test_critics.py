@@ -174,7 +174,7 @@ def test_a_critic_is_measured_by_monte_carlo_returns(branches, critic, regressio
 
 def test_bad_files_are_one_line(workspace, branches, regression_critic, tmp_path):
     logged, rows, critic = workspace / "offline.jsonl", read(branches[0]), ["--critic", regression_critic]
-    needs_facts = "--gates needs tasks whose domain tells the kind of a turn (turn_kind), as template tasks of 01"
+    needs_facts = "--gates needs tasks whose domain knows kinds of turns (turn_kind), as those of 01"
     page = {"problem_description": "?", "ground_truth": "<p>"}
     (tmp_path / "sees").mkdir()
     write(tmp_path / "sees" / "critic.json", [{"visual": True, **critic_note("value")}])
