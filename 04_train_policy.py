@@ -49,7 +49,7 @@ from lib.memory import dry_run
 from lib.runtime import InputError, read_jsonl, read_rows, RowFile, run_stage, say, write_jsonl
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.scorer import batch_pairs, items_of, padded_outputs, reference_logps, Scorer
-from lib.servers import is_server, visible_text
+from lib.servers import visible_text
 from lib.statistics import agent_places
 from lib.tokens import agent_turns, encode, note_prompt, say_kinds
 
@@ -237,7 +237,7 @@ def score_candidates(rows, critic, job, score=score_rows):
                 scored.add(number, {**row, "advantages": advantages})
     finish_rows(scored, len(rows), [])
     job.output.add_costs()
-    critic.free()                                                    # before the policy is loaded
+    critic.scorer = critic.ref_scorer = None                         # freed before the policy is loaded
     gc.collect()
     return read_rows(path)
 
@@ -427,31 +427,12 @@ PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend":
 REFERENCE_SEES_C = {"paper-backend": True, "paper-frontend": True, "published-backend": False}        # in ranking
 
 
-def add_candidates(parser):
-    """Flags of candidates and their pairs."""
-    group = parser.add_argument_group("SWEET's candidates and pairs (other methods ignore or refuse these)")
-    group.add_argument("--data-frac", type=flags.share_flag, default=0.1, help="share of the trajectories whose turns "
-                       "are used (the published code uses a tenth of 15,000; with a few hundred, use 1)")
-    group.add_argument("--num-candidates", type=flags.num_samples_flag, default=16, help="actions sampled per turn")
-    group.add_argument("--pairs-per-turn", type=flags.positive_int, default=4, help="DPO pairs per turn")
-    group.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the candidates")
-    group.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="most tokens in a candidate")
-    group.add_argument("--candidates", type=flags.text_flag, metavar="FILE", help="candidates.jsonl of another run of "
-                       "the same model, seed, trajectories and sampling; None: sample them")
-    group.add_argument("--sampler", type=flags.text_flag, metavar="http://HOST:PORT/v1#NAME",
-                       help="servers of --model's weights (commas between addresses) that return token ids, as vLLM "
-                       "does; candidates are then not bit-reproducible; None: every rank samples with its own copy")
-    group.add_argument("--concurrency", type=flags.num_samples_flag, default=256, help="candidates in flight per rank")
-    group.add_argument("--pairs-together", action="store_true", help="make one example of all pairs of a turn, which "
-                       "share the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
-
-
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=EPOCHS, required=True, help="see above")
     flags.add_training(parser, max_length=16384)
     flags.add_critic(parser)
-    add_candidates(parser)
+    flags.add_candidates(parser)
     flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if args.method != "sweet":
@@ -466,14 +447,8 @@ def parse_args(argv=None):
         args.epochs = 8
     args.epochs = args.epochs or EPOCHS[args.method]
     args.batch_size = args.batch_size or BATCH_SIZE[args.method]
-    check_candidates(parser, args.sampler, args.candidates)
+    flags.check_candidates(parser, args.sampler, args.candidates)
     return args
-
-
-def check_candidates(parser, sampler, candidates):
-    """Reject incompatible candidate flags."""
-    if sampler and (candidates or not is_server(sampler)):
-        parser.error("--sampler: must be http://HOST:PORT/v1#NAME, and cannot be used with --candidates")
 
 
 def open_model(trajectories, is_fresh, lora, job):

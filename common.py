@@ -293,10 +293,6 @@ class TextCritic:
         """Advantages of the turns of trajectories, (B, M)."""
         return self.advantages(items, ref_items, self.normalize)
 
-    def free(self):
-        """Free the memory of its models."""
-        self.scorer = self.ref_scorer = None
-
     async def seeing(self, states, environment):
         """Prepare for score_actions(states). Text critics need no images."""
         return self
@@ -357,10 +353,8 @@ class LogRatioCritic(TextCritic):
     def advantages(self, items, ref_items, normalize):
         """Eq. 3 of the actions of items, (B, M)."""
         logps = padded(action_outputs(self.scorer, items, self.max_tokens))                # (B, M)
-        off = contextlib.nullcontext()
-        if self.ref_scorer is self.scorer and not self.is_untrained:
-            off = adapter_off(self.scorer.model)                     # an adapter's base model is its reference
-        with off:
+        is_below = self.ref_scorer is self.scorer and not self.is_untrained     # the reference of a trained adapter
+        with adapter_off(self.scorer.model) if is_below else contextlib.nullcontext():
             ref_logps = padded(action_outputs(self.ref_scorer, ref_items, self.max_tokens))
         if self.is_untrained:
             # Without c both sides read the same tokens: the advantages are exactly 0, whatever the batches.

@@ -130,14 +130,14 @@ def parse_args(argv=None):
     parser.add_argument("--method", choices=["sweet"], default="sweet", help="the only one")
     flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
     flags.add_critic(parser, is_needed=True)
-    policy.add_candidates(parser)
+    flags.add_candidates(parser)
     parser.add_argument("--answer-coef", type=flags.non_negative_float, default=0.0, help="weight of the mean NLL of a "
                         "right answer, drawn once for each example from all successful trajectories (whatever "
                         "--data-frac)")
     parser.add_argument("--answers-by-outcome", action="store_true", help="no pair chooses an answer, except in the "
                         "last turn of a dialogue whose answer was right")
     args = parser.parse_args(argv)
-    policy.check_candidates(parser, args.sampler, args.candidates)
+    flags.check_candidates(parser, args.sampler, args.candidates)
     return args
 
 

@@ -111,9 +111,9 @@ def parse_args(argv=None):
     parser.add_argument("--method", choices=["gain"], default="gain", help="the only one")
     parser.set_defaults(critic=None)
     flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
-    policy.add_candidates(parser)
+    flags.add_candidates(parser)
     args = parser.parse_args(argv)
-    policy.check_candidates(parser, args.sampler, args.candidates)
+    flags.check_candidates(parser, args.sampler, args.candidates)
     return args
 
 

@@ -4,6 +4,7 @@ import math
 
 from lib import VERSION
 from lib.runtime import optional
+from lib.servers import is_server
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -136,6 +137,31 @@ def add_critic(parser, is_needed=False):
     parser.add_argument("--critic", type=text_flag, required=is_needed, help="a folder of 03, or untrained: --model, "
                         "with a reference model that does not see c")
     add_reference(parser)
+
+
+def add_candidates(parser):
+    """Flags of candidates and their pairs."""
+    group = parser.add_argument_group("SWEET's candidates and pairs (other methods ignore or refuse these)")
+    group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns "
+                       "are used (the published code uses a tenth of 15,000; with a few hundred, use 1)")
+    group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled per turn")
+    group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs per turn")
+    group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
+    group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="most tokens in a candidate")
+    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of "
+                       "the same model, seed, trajectories and sampling; None: sample them")
+    group.add_argument("--sampler", type=text_flag, metavar="http://HOST:PORT/v1#NAME",
+                       help="servers of --model's weights (commas between addresses) that return token ids, as vLLM "
+                       "does; candidates are then not bit-reproducible; None: every rank samples with its own copy")
+    group.add_argument("--concurrency", type=num_samples_flag, default=256, help="candidates in flight per rank")
+    group.add_argument("--pairs-together", action="store_true", help="make one example of all pairs of a turn, which "
+                       "share the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
+
+
+def check_candidates(parser, sampler, candidates):
+    """Reject incompatible candidate flags."""
+    if sampler and (candidates or not is_server(sampler)):
+        parser.error("--sampler: must be http://HOST:PORT/v1#NAME, and cannot be used with --candidates")
 
 
 def add_training(parser, max_length, epochs=None, batch_size=None):

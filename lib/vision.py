@@ -199,9 +199,6 @@ class VisualCritic:
         load_head(self.scorer.head, self.folder)
         self.processor = self.scorer.processor
 
-    def free(self):
-        self.scorer = None
-
     def check_tokenizer(self, tokenizer, agent):
         """Nothing to check: it does not read the agent's tokens."""
 

@@ -221,7 +221,7 @@ def test_scoring_that_was_killed_resumes_to_the_same_file(tmp_path, monkeypatch)
     monkeypatch.setattr(policy_stage, "SCORED_TOGETHER", 2)
     job, rows, done = job_of(tmp_path), [{"x": x} for x in (1, 2, 3, 4, 5)], []
     monkeypatch.setattr(job.output, "add_costs", lambda: None)
-    critic = types.SimpleNamespace(load=lambda *_: None, free=lambda: None)
+    critic = types.SimpleNamespace(load=lambda *_: None)
 
     def score(block, *_):
         done.append([row["x"] for row in block])
