@@ -112,6 +112,11 @@ class Sampling(NamedTuple):
     seed: int
     concurrency: int                                                 # candidates in flight per rank
 
+    @property
+    def slots(self):
+        """Candidates that are sampled at a time."""
+        return max(self.num_candidates, self.concurrency)
+
 
 def read_states(trajectories, tokenizer, data_frac, seed):
     """The states of all agent turns of a share of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
@@ -182,10 +187,9 @@ def find_candidates(path, states, sampling, job):
 
 def open_candidate_sampler(states, tokenizer, server, sampling, job):
     """Sampler for candidates: a server (--sampler), else the policy, one full copy per rank."""
-    slots = max(sampling.num_candidates, sampling.concurrency)
     longest = max(len(encode(tokenizer, state["prompt"])) for state in states) + sampling.max_new_tokens
-    return open_sampler(server or job.model, job.run.device, job.sharding.dtype, slots, max(job.max_tokens, longest),
-                        tokenizer)
+    return open_sampler(server or job.model, job.run.device, job.sharding.dtype, sampling.slots,
+                        max(job.max_tokens, longest), tokenizer)
 
 
 def sample_candidates(states, sampler, sampling, job):
@@ -199,8 +203,7 @@ def sample_candidates(states, sampler, sampling, job):
         return {**state, "candidates": candidates}
 
     rows = RowFile(job.output.path / "candidates.jsonl", job.run)
-    slots = max(sampling.num_candidates, sampling.concurrency)
-    in_flight = 2 * math.ceil(slots / sampling.num_candidates)       # states; half of them wait, so no slot is idle
+    in_flight = 2 * math.ceil(sampling.slots / sampling.num_candidates)       # states; half wait, so no slot is idle
     failures = add_rows(rows, states, make_row, in_flight)
     job.output.add_costs()
     finish_rows(rows, len(states), failures)
@@ -488,8 +491,6 @@ def main(argv=None):
     args = parse_args(argv)
     more_inputs = [name for name in (args.candidates, args.sampler, args.critic) if name != common.UNTRAINED]
     job = training.Job(vars(args), more_inputs)
-    if args.pairs_together:                                          # an example is all pairs of a turn
-        job.schedule = job.schedule._replace(batch_size=max(1, args.batch_size // args.pairs_per_turn))
     lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     if args.dry_run:
         rows_an_example = 2 if args.method == "mtdpo" else 1

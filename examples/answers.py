@@ -148,8 +148,6 @@ def main(argv=None):
     if not fork:
         return
     job, trajectories, tokenizer, load = fork
-    if args.pairs_together:
-        job.schedule = job.schedule._replace(batch_size=max(1, args.batch_size // args.pairs_per_turn))
     domain = domain_of(trajectories[0]["task"])
     critic = policy.open_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
     if args.answer_coef or args.answers_by_outcome:

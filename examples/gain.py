@@ -123,8 +123,6 @@ def main(argv=None):
     if not fork:
         return
     job, trajectories, tokenizer, load = fork
-    if args.pairs_together:
-        job.schedule = job.schedule._replace(batch_size=max(1, args.batch_size // args.pairs_per_turn))
     domain = domain_of(trajectories[0]["task"])
     if any(domain.lacks(trajectory["task"], "rules") for trajectory in trajectories):
         raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")

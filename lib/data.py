@@ -5,7 +5,8 @@ import collections
 import hashlib
 import itertools
 
-from colbench import domain_of, own, schema, task_id
+from colbench import domain_of, own, task_id
+from colbench.domain import REWARD
 from colbench.schema import label, list_of, nullable, one_of, record, token_ids, whole
 from lib.runtime import InputError, on_main, read_jsonl, say
 
@@ -49,7 +50,6 @@ def show_documents(domain, output, documents):
 TURN = record({"role": one_of("user", "assistant"), "content": str},
               {"input": str, "output": str, "output_ids": token_ids, "truncated": bool, "leak": str, "tool": bool,
                "render_fault": str})
-REWARD = schema.number(-1.001, 1.001)                               # a cosine is rounded
 TRAJECTORY = record(
     {"task": dict, "dialogue_history": list_of(TURN), "answer": str},
     {"task_id": nullable(label), "sample": int, "reward": nullable(REWARD), "max_rounds": whole(1),

@@ -49,6 +49,9 @@ class Job:
         self.path = flags["trajectories"]
         self.model = flags["model"]
         self.schedule = pick(Schedule, flags)
+        if flags.get("pairs_together"):                              # an example is then all pairs of a turn
+            batch_size = max(1, self.schedule.batch_size // flags["pairs_per_turn"])
+            self.schedule = self.schedule._replace(batch_size=batch_size)
         self.beta = flags["beta"]
         self.nll_coef = flags["nll_coef"]
         self.sharding = Sharding(flags["dtype"], flags["activation_checkpointing"], flags["seed"], flags["compile"])
