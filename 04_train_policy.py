@@ -44,7 +44,7 @@ import common
 from colbench import domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import data, flags, training
-from lib.load import fresh_model, load_tokenizer, lora_config, max_positions, reads_images, shard
+from lib.load import fresh_model, load_tokenizer, lora_config, most_positions, read_config, reads_images, shard
 from lib.memory import dry_run
 from lib.runtime import InputError, read_jsonl, read_rows, RowFile, run_stage, say, write_jsonl
 from lib.sampling import add_rows, finish_rows, open_sampler
@@ -136,7 +136,7 @@ def read_states(trajectories, tokenizer, data_frac, seed):
 
 def fitting_states(states, tokenizer, critic, max_new_tokens, job):
     """The states that have room for a candidate after the prompt, also as the critic reads it."""
-    max_prompt_tokens = max_positions(job.model) - max_new_tokens
+    max_prompt_tokens = most_positions(read_config(job.model)) - max_new_tokens
     fitting = []
     for state in states:
         prompt = critic.prompt(state["prompt"], state["task"], critic.critic_sees_c)         # the longer of the two

@@ -11,6 +11,7 @@ import pathlib
 from collections import namedtuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from colbench import domain_of
 from colbench.schema import label, one_of, record
@@ -34,7 +35,6 @@ from lib.scorer import (
     item_length,
     load_trained,
     num_actions,
-    padded,
     Scorer,
     Sequence,
 )
@@ -352,10 +352,12 @@ class LogRatioCritic(TextCritic):
 
     def advantages(self, items, ref_items, normalize):
         """Eq. 3 of the actions of items, (B, M)."""
-        logps = padded(action_outputs(self.scorer, items, self.max_tokens))                # (B, M)
+        logps = action_outputs(self.scorer, items, self.max_tokens)                        # (actions,) of each item
         is_below = self.ref_scorer is self.scorer and not self.is_untrained     # the reference of a trained adapter
         with adapter_off(self.scorer.model) if is_below else contextlib.nullcontext():
-            ref_logps = padded(action_outputs(self.ref_scorer, ref_items, self.max_tokens))
+            ref_logps = action_outputs(self.ref_scorer, ref_items, self.max_tokens)
+        logps = pad_sequence(logps, batch_first=True)                                      # (B, M)
+        ref_logps = pad_sequence(ref_logps, batch_first=True)                              # (B, M)
         if self.is_untrained:
             # Without c both sides read the same tokens: the advantages are exactly 0, whatever the batches.
             is_same = torch.tensor([item == ref_item for item, ref_item in zip(items, ref_items)])
@@ -391,7 +393,7 @@ class HeadCritic(TextCritic):
 
     def advantages(self, items, ref_items, normalize):
         """The head's outputs for the actions of items, (B, M)."""
-        return padded(action_outputs(self.scorer, items, self.max_tokens))
+        return pad_sequence(action_outputs(self.scorer, items, self.max_tokens), batch_first=True)
 
     def turn_advantages(self, items, ref_items):
         numbers = self.advantages(items, ref_items, self.normalize)                        # (B, M)

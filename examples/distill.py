@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 import common
 from lib import flags
-from lib.load import load_model, max_positions, projection_of
+from lib.load import load_model, most_positions, projection_of, read_config
 from lib.runtime import run_stage
-from lib.scorer import action_sums, hidden_states, in_chunks
+from lib.scorer import action_sums, in_chunks, Scorer
 from lib.tokens import note_prompt
 
 policy = importlib.import_module("04_train_policy")
@@ -42,14 +42,14 @@ def token_kls(projection, hidden, teacher_projection, teacher_hidden, direction)
 
 
 def distill_losses(scorer, batch, examples, ref_logps, teacher, direction):
-    """The divergence from the teacher (a model), summed over the action tokens of each example: {"loss": (examples,)},
+    """The divergence from the teacher (a Scorer), summed over the action tokens of each example: {"loss": (examples,)},
     for 04's losses_of."""
     informed = [item for example in examples for item in example.informed]
     teacher_batch = scorer.collate(informed, batch.ids.device)
-    teacher_hidden = before_actions(hidden_states(teacher, teacher_batch), teacher_batch)                     # (N, H)
+    teacher_hidden = before_actions(teacher.hidden_states(teacher_batch), teacher_batch)                      # (N, H)
 
     def kls_of(projection, hidden, batch):
-        kls = token_kls(projection, before_actions(hidden, batch), projection_of(teacher), teacher_hidden,
+        kls = token_kls(projection, before_actions(hidden, batch), projection_of(teacher.model), teacher_hidden,
                         direction)                                                                            # (N,)
         return action_sums(batch, kls)
     return {"loss": scorer(batch, kls_of).sum(1)}
@@ -85,7 +85,7 @@ def main(argv=None):
     if not fork:
         return
     job, trajectories, tokenizer, load = fork
-    job.max_length = min(args.max_length, max_positions(args.model))
+    job.max_length = min(args.max_length, most_positions(read_config(args.model)))
     groups = [(i,) for i in range(len(trajectories))]
     make_items = functools.partial(common.trajectory_items, tokenizer)
     plain = common.trajectory_examples(trajectories, groups, make_items, sees_c=False)
@@ -94,7 +94,7 @@ def main(argv=None):
     job.output.begin()
 
     # the initial model, a full copy on each rank, without gradients
-    teacher = load_model(args.model, job.run.device, args.dtype)[0].eval().requires_grad_(False)
+    teacher = Scorer(load_model(args.model, job.run.device, args.dtype)[0]).eval().requires_grad_(False)
     losses_of = functools.partial(distill_losses, teacher=teacher, direction=args.divergence)
     note_prompt(args.out, trajectories)
     policy.train_policy(load, tokenizer, examples, losses_of, job, has_reference=False)

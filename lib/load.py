@@ -51,7 +51,11 @@ def whole_model(name, dtype=torch.float32):
     kind = transformers.AutoModelForImageTextToText if reads_images(name) else transformers.AutoModelForCausalLM
     model = load_files(kind, name, dtype)
     check_vocabulary(load_tokenizer(name), model, name)
-    say_most_positions(model.config, name)
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    most = most_positions(model.config)
+    if most < stated:
+        say(f"{name}: is used for up to {most:,} tokens, not {stated:,}: a longer row changes the rotary frequencies "
+            "of its whole batch")
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
@@ -181,9 +185,8 @@ def read_config(name):
 def reads_images(name):
     """True if a model is a vision-language model and not also a language model."""
     import transformers
-    if name == "smollm2":                                           # its file takes seconds to read
-        return False
-    return class_of(read_config(name)) is transformers.AutoModelForImageTextToText
+    is_gguf = name == "smollm2"                                     # a language model; its file takes seconds to read
+    return not is_gguf and class_of(read_config(name)) is transformers.AutoModelForImageTextToText
 
 
 def class_of(config):
@@ -192,16 +195,6 @@ def class_of(config):
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
     return transformers.AutoModelForImageTextToText
-
-
-def is_visual(model):
-    """True if a model is of the Qwen2-VL family, which visual critics need."""
-    return hasattr(model.base_model, "visual") and hasattr(model.config, "image_token_id")
-
-
-def max_positions(name):
-    """most_positions for a name."""
-    return most_positions(read_config(name))
 
 
 def most_positions(config):
@@ -223,15 +216,6 @@ def most_positions(config):
         if kind["rope_type"] == "longrope" and kind["short_factor"] != kind["long_factor"]:
             most = min(most, kind["original_max_position_embeddings"])
     return most
-
-
-def say_most_positions(config, name):
-    """Report if a model is used for fewer tokens than its configuration states."""
-    stated = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    most = most_positions(config)
-    if most < stated:
-        say(f"{name}: is used for up to {most:,} tokens, not {stated:,}: a longer row changes the rotary frequencies "
-            "of its whole batch")
 
 
 def weights_fingerprint(name):
@@ -436,7 +420,7 @@ def split(scorer, run, sharding):
                                   cast_forward_inputs=False)
     model = scorer.model
     layers = layers_of(model)
-    if is_visual(model):
+    if hasattr(model.base_model, "visual"):                         # the Qwen2-VL family, which visual critics need
         layers += model.base_model.visual.blocks
     for module in (*layers, scorer):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=None if run.world_size > 1 else False)
@@ -450,36 +434,10 @@ def reshard(scorer):
             module.reshard()
 
 
-def load_sharded(name, run, sharding, lora, build):
-    """The module build(model), ready for training and split over the ranks (shard). Rank 0 reads the model's files and
-    every rank gets its part of each tensor. Parameters that the module adds are not initialised.
-
-    lora    None, or a LoraConfig: the model is kept in sharding.dtype, frozen, and gets a new adapter
-    build   makes the module (scorer.Scorer)"""
-    dtype = getattr(torch, sharding.dtype) if lora else torch.float32
-    tensors = {}
-    config, generation_config, buffers, shapes = read_whole(name, dtype, lora, sharding.seed, tensors)
-    with torch.device("meta"):
-        model = meta_model(config, dtype)
-        model.generation_config = generation_config
-        if lora:
-            add_adapter(model, lora)
-        scorer = build(model)
-    if odd := sorted({key for key, _ in shapes.items() ^ tensor_shapes(model).items()}):
-        raise InputError(f"{name}: its files and its configuration describe different models ({', '.join(odd[:5])})")
-    shard(scorer, run, sharding)
-    scorer.to_empty(device=run.device)
-    model.tie_weights()                                             # to_empty unties weights
-    for key, buffer in model.named_buffers():
-        buffer.copy_(buffers[key])
-    set_tensors(model, tensors, broadcast_from_rank0=True)
-    return scorer
-
-
 @on_main
 def read_whole(name, dtype, lora, seed, tensors):
     """Read a model's files into rank 0's `tensors`, with a new adapter by `seed`. Returns (configuration, generation
-    config, buffers, tensor_shapes) on all ranks."""
+    config, buffers) on all ranks."""
     model = whole_model(name, dtype)
     if lora:
         add_adapter(model, lora)
@@ -488,12 +446,7 @@ def read_whole(name, dtype, lora, seed, tensors):
             if ".lora_A." in key:                                   # B is zero, so that the adapter does nothing
                 torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
     tensors.update(model.state_dict())
-    return model.config, model.generation_config, dict(model.named_buffers()), tensor_shapes(model)
-
-
-def tensor_shapes(model):
-    """{name: shape} of all tensors that need values after to_empty: parameters and all buffers, also unsaved ones."""
-    return {name: tensor.shape for name, tensor in [*model.state_dict().items(), *model.named_buffers()]}
+    return model.config, model.generation_config, dict(model.named_buffers())      # with buffers that are not saved
 
 
 def meta_model(config, dtype=torch.float32, **options):

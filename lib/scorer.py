@@ -1,6 +1,8 @@
 """Log-probabilities of actions, and a head's outputs: padded batches, trees and their mask, many items at once."""
 import collections
+import functools
 import hashlib
+import itertools
 import math
 import pathlib
 from collections import namedtuple
@@ -23,10 +25,14 @@ from lib.load import (
     folder_config,
     load_adapter,
     load_model,
-    load_sharded,
+    loading,
+    meta_model,
     most_positions,
     projection_of,
+    read_whole,
     reshard,
+    set_tensors,
+    shard,
     sliding_window,
     takes_masks,
 )
@@ -67,13 +73,6 @@ def items_of(examples):
 def item_length(item):
     """Number of tokens in the longest sequence of an item."""
     return max(len(sequence.ids) for sequence in item)
-
-
-def num_positions(sequence):
-    """Number of positions that a sequence needs: one per token; for a tree, its prompt and its longest action."""
-    if sequence.prompt_length is None:
-        return len(sequence.ids)
-    return sequence.prompt_length + max(collections.Counter(sequence.action_ids[sequence.prompt_length:]).values())
 
 
 def num_actions(item):
@@ -185,31 +184,37 @@ class Scorer(torch.nn.Module):
 
     def collate(self, items, device):
         """The Batch of items; without trees if the model does not take our masks."""
-        return collate(self.without_trees(items), device)
-
-    def without_trees(self, items):
-        if self.takes_trees:
-            return items
-        return [without_trees(item) for item in items]
+        return collate(items if self.takes_trees else list(map(without_trees, items)), device)
 
     def check_logits(self, name):
         """lib.load.check_logits, for a scorer that uses the logits."""
         check_logits(self.model, name)
 
-    def reset_head(self):
-        """Nothing to do: there is no head."""
-
     def check_positions(self, items):
         """Raises TooLong if a sequence exceeds the model's context length."""
-        most = most_positions(self.model.config)
-        longest = max((num_positions(sequence) for item in items for sequence in item), default=0)
+        most, longest = most_positions(self.model.config), 0
+        for sequence in itertools.chain(*items):
+            length = len(sequence.ids)
+            if sequence.prompt_length is not None:                   # a tree: its prompt and its longest action
+                action_lengths = collections.Counter(sequence.action_ids[sequence.prompt_length:])
+                length = sequence.prompt_length + max(action_lengths.values())
+            longest = max(longest, length)
         if longest > most:
             raise TooLong(f"{self.model.name_or_path}: takes {most:,.0f} tokens, and a prompt with its action has up "
                           f"to {longest:,} (with c, for a critic); in training --max-length drops longer ones")
 
     def hidden_states(self, batch):
         """The last hidden state of each token, (R, T, H)."""
-        return hidden_states(self.model, batch)
+        mask = None                               # padding is on the right: with causal attention no token sees it
+        if batch.mask is not None:
+            mask = decoder_mask(self.model, sliding_window(self.model), batch.mask, batch.positions, batch.positions)
+        positions = batch.positions
+        if positions.device.type in WIDTH_STEP:                      # padding may exceed the model's positions
+            most = most_positions(self.model.config)
+            positions = positions.clamp(max=min(most, positions.shape[1]) - 1)
+        decoder = self.model.get_decoder()
+        output = decoder(input_ids=batch.ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        return output.last_hidden_state
 
     def forward(self, batch, outputs_of=None):
         """outputs_of(projection, hidden states, batch): a fork's function in place of action_logps."""
@@ -223,7 +228,8 @@ class HeadScorer(Scorer):
     def __init__(self, model):
         super().__init__(model)
         self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
-        self.reset_head()
+        torch.nn.init.zeros_(self.head.weight)                       # an untrained head scores every action 0
+        torch.nn.init.zeros_(self.head.bias)
         output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         if output.weight is not embeddings.weight:
             # Unused here, so it has no optimizer state, which would break resuming.
@@ -232,30 +238,12 @@ class HeadScorer(Scorer):
     def check_logits(self, name):
         """Nothing to check: a head does not use the logits."""
 
-    def reset_head(self):
-        """An untrained head scores every action 0."""
-        torch.nn.init.zeros_(self.head.weight)
-        torch.nn.init.zeros_(self.head.bias)
-
     def forward(self, batch):
         return action_values(self.head, self.hidden_states(batch), batch)
 
 
 class TooLong(InputError):
     """A sequence exceeds a model's context length."""
-
-
-def hidden_states(model, batch):
-    """The last hidden state of each token, (R, T, H)."""
-    mask = None                                   # padding is on the right: with causal attention no token sees it
-    if batch.mask is not None:
-        mask = decoder_mask(model, sliding_window(model), batch.mask, batch.positions, batch.positions)
-    positions = batch.positions
-    if positions.device.type in WIDTH_STEP:                          # padding may exceed the model's positions
-        most = most_positions(model.config)
-        positions = positions.clamp(max=min(most, positions.shape[1]) - 1)
-    output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=positions, use_cache=False)
-    return output.last_hidden_state
 
 
 MAX_LOGITS = 2 ** 26                                                # in memory at a time, in float32
@@ -267,9 +255,7 @@ def token_logps(projection, hidden, ids):
 
     projection: the model's Projection. Logits are float32 sums, whatever the type of states and weights: bfloat16
     rounds a logit of 20 by .06, more than the difference between many candidates' advantages."""
-    def logps_of(logits, ids):
-        return -F.cross_entropy(logits, ids, reduction="none")                                    # (n,)
-    return in_chunks(logps_of, projection, hidden, ids)
+    return -in_chunks(functools.partial(F.cross_entropy, reduction="none"), projection, hidden, ids)
 
 
 def in_chunks(function, projection, hidden, *tensors):
@@ -280,17 +266,15 @@ def in_chunks(function, projection, hidden, *tensors):
     weight, bias, _, _ = projection
     keeps_slopes = has_fast_bfloat16(hidden, weight) and torch.is_grad_enabled()
 
-    def num_parts(hidden, most):
-        return math.ceil(len(hidden) * len(weight) / most)
-
     def of_sums(sums, *tensors):
         return function(projection.finished(sums), *tensors)
 
     def of_states(hidden, *tensors):
         if keeps_slopes:
-            return RowValues.apply(hidden, weight, bias, of_sums, num_parts(hidden, MAX_LOGITS), *tensors)
+            num_parts = math.ceil(len(hidden) * len(weight) / MAX_LOGITS)
+            return RowValues.apply(hidden, weight, bias, of_sums, num_parts, *tensors)
         return function(projection.logits(hidden), *tensors)
-    num_chunks = num_parts(hidden, MAX_SLOPES if keeps_slopes else MAX_LOGITS)
+    num_chunks = math.ceil(len(hidden) * len(weight) / (MAX_SLOPES if keeps_slopes else MAX_LOGITS))
     if num_chunks == 1:
         return of_states(hidden, *tensors)
     results = []
@@ -336,7 +320,8 @@ def action_outputs(scorer, items, max_tokens):
     Batches have at most `max_tokens` padded tokens; a longer item is a separate batch. If the scorer is split over the
     ranks, every rank must call this with the same items and computes a share of the batches."""
     scorer.check_positions(items)
-    items = scorer.without_trees(items)
+    if not scorer.takes_trees:
+        items = list(map(without_trees, items))
     chunks = chunks_of(items, max_tokens)
     is_split = hasattr(scorer, "reshard")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
@@ -359,18 +344,13 @@ def action_outputs(scorer, items, max_tokens):
     return [outputs[i] for i in range(len(items))]
 
 
-def padded(outputs):
-    """The action_outputs of some items as one tensor (B, M); 0: no such action."""
-    return pad_sequence(outputs, batch_first=True)
-
-
 def action_lengths(items):
     """Number of tokens in each action of items, (B, M); 0: no such action."""
     lengths = []
     for item in items:
         action_ids = torch.tensor([number for sequence in item for number in sequence.action_ids])
         lengths.append(torch.bincount(action_ids[action_ids >= 0]))
-    return padded(lengths)
+    return pad_sequence(lengths, batch_first=True)
 
 
 def chunks_of(items, max_tokens):
@@ -401,7 +381,7 @@ def example_outputs(scorer, examples, max_tokens):
 
 def padded_outputs(outputs, device="cpu"):
     """The example_outputs of some examples as one tensor (B, M); 0: no such action."""
-    return padded([values for items in outputs for values in items]).to(device)
+    return pad_sequence([values for items in outputs for values in items], batch_first=True).to(device)
 
 
 def reference_logps(folder, scorer, examples, max_tokens):
@@ -429,11 +409,30 @@ def reference_logps(folder, scorer, examples, max_tokens):
 # ---------------------------------------------------------------------------------------------------------------------
 # loading
 
-def load_scorer(name, run, sharding, lora=None, kind=Scorer):
-    """A Scorer split over the ranks, for training, or for scoring with a model that is too large for one rank.
-    kind: Scorer or a subclass."""
-    scorer = load_sharded(name, run, sharding, lora, kind)
-    scorer.reset_head()
+def load_sharded(name, run, sharding, lora=None, kind=Scorer):
+    """A Scorer of a model, ready for training and split over the ranks (shard). Rank 0 reads the model's files, and
+    every rank gets its part of each tensor.
+
+    lora   None, or a LoraConfig: the model is kept in sharding.dtype, frozen, and gets a new adapter
+    kind   Scorer or a subclass; all of its own parameters start at zero"""
+    dtype = getattr(torch, sharding.dtype) if lora else torch.float32
+    tensors = {}
+    config, generation_config, buffers = read_whole(name, dtype, lora, sharding.seed, tensors)
+    with torch.device("meta"):
+        model = meta_model(config, dtype)
+        model.generation_config = generation_config
+        if lora:
+            add_adapter(model, lora)
+        scorer = kind(model)
+    shard(scorer, run, sharding)
+    scorer.to_empty(device=run.device)
+    model.tie_weights()                                             # to_empty unties weights
+    for parameter in scorer.parameters():
+        parameter.data.zero_()
+    with loading(name):                                             # fails if the files make another model
+        for key, buffer in model.named_buffers():
+            buffer.copy_(buffers[key])
+        set_tensors(model, tensors, broadcast_from_rank0=True)
     scorer.check_logits(name)
     reshard(scorer)
     return scorer

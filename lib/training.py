@@ -16,7 +16,7 @@ from lib import runtime
 from lib.flags import pick
 from lib.load import save_model, Sharding, whole_tensor
 from lib.runtime import barrier, InputError, is_main, open_track, say
-from lib.scorer import item_length, load_scorer, Scorer
+from lib.scorer import item_length, load_sharded, Scorer
 
 
 class Schedule(NamedTuple):
@@ -60,8 +60,8 @@ class Job:
         self.merge = flags["merge"]
 
     def load(self, name, lora=None, kind=Scorer):
-        """A Scorer, split over the ranks (load_scorer)."""
-        return load_scorer(name, self.run, self.sharding, lora, kind)
+        """A Scorer split over the ranks, for training, or for scoring with a model that is too large for one rank."""
+        return load_sharded(name, self.run, self.sharding, lora, kind)
 
     def fitting_indices(self, examples):
         """Numbers of the examples whose sequences all fit --max-length; reports how many are dropped.

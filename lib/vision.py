@@ -9,7 +9,7 @@ import torch
 
 from lib.load import from_pretrained, load_files, load_head, load_tokenizer, loading, read_config
 from lib.runtime import InputError, say
-from lib.scorer import action_outputs, Batch, collate, HeadScorer, load_trained, padded
+from lib.scorer import action_outputs, Batch, collate, HeadScorer, load_trained
 from lib.servers import Reply
 from lib.statistics import agent_places
 from lib.tokens import decode, encode, plain_chat, render_chat, stop_ids
@@ -172,9 +172,9 @@ class VisualCritic:
         views = self.action_views(states)
         sequences = self.view_sequences(views)
         items = [[sequence] for sequence in sequences.values()]
-        numbers = padded(action_outputs(self.scorer, items, self.max_tokens))                 # (items, 1)
-        number_of = dict(zip(sequences, numbers.squeeze(1).tolist()))
-        return [[number_of[view] for view in state_views] for state_views in views]
+        outputs = action_outputs(self.scorer, items, self.max_tokens)                         # (1,) of each item
+        advantage_of = {view: output.item() for view, output in zip(sequences, outputs)}
+        return [[advantage_of[view] for view in state_views] for state_views in views]
 
     def view_sequences(self, views):
         """{view: its sequence} for some lists of views."""

@@ -17,7 +17,7 @@ from conftest import BASE, call, critic_note, load_critic, read
 from lib.fast import WIDTH_STEP
 from lib.load import load_model, load_tokenizer, lora_config, most_positions, save_model, shard, Sharding, takes_masks
 from lib.runtime import InputError, start
-from lib.scorer import action_outputs, collate, load_scorer, Scorer, Sequence, without_trees
+from lib.scorer import action_outputs, collate, load_sharded, Scorer, Sequence, without_trees
 from lib.tokens import encode, stop_ids
 from server import generate
 
@@ -77,7 +77,7 @@ def folder_of(model, tokenizer, path):
 
 def scorer_of(folder, dtype="float32", lora=None):
     """As it is loaded for training."""
-    return load_scorer(folder, start(0), Sharding(dtype), lora)
+    return load_sharded(folder, start(0), Sharding(dtype), lora)
 
 
 def assert_refused(folder, message):

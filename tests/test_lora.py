@@ -24,7 +24,7 @@ from lib.load import (
     Sharding,
 )
 from lib.runtime import InputError, start
-from lib.scorer import action_outputs, collate, HeadScorer, load_scorer, load_whole, Scorer, Sequence
+from lib.scorer import action_outputs, collate, HeadScorer, load_sharded, load_whole, Scorer, Sequence
 from lib.training import adamw, Checkpoints
 
 LORA, DPO = ["--lora", 4], ["--method", "mtdpo"]
@@ -102,7 +102,7 @@ def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
 def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
     """In bfloat16: base weights in bfloat16, adapters and the optimiser's state in float32, two numbers for each."""
     config = lora_config(str(BASE), 4, None, False)
-    scorer = load_scorer(str(BASE), start(0), Sharding("bfloat16"), config, HeadScorer)
+    scorer = load_sharded(str(BASE), start(0), Sharding("bfloat16"), config, HeadScorer)
     optimizer = adamw(scorer, 1e-2)
     scorer(collate(AN_ITEM)).sum().backward()
     optimizer.step()
@@ -141,7 +141,7 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
     """Whole, and as it is loaded for training: in bfloat16 by FSDP2, as on several ranks. One copy of the base is in
     memory."""
     monkeypatch.setattr(Sharding, "uses_fsdp", lambda self, *_: self.dtype == "bfloat16")
-    load_split = functools.partial(load_scorer, run=start(0), sharding=Sharding(dtype))
+    load_split = functools.partial(load_sharded, run=start(0), sharding=Sharding(dtype))
     for load in (load_whole("cpu", dtype), load_split):
         expected = outputs_of(load(str(BASE)))
         if dtype == "float32":
@@ -189,7 +189,7 @@ def scaled(folder, share, out):
 
 def both_ways(folder):
     """Numbers of AN_ITEM's turns from the model of a folder, loaded whole and for training."""
-    return values_of(folder), outputs_of(load_scorer(str(folder), start(0), Sharding()))
+    return values_of(folder), outputs_of(load_sharded(str(folder), start(0), Sharding()))
 
 
 def test_a_folder_is_what_its_weight_files_are(policy, tmp_path, capsys):
@@ -219,8 +219,8 @@ def test_no_tensor_stays_without_a_value(dtype, monkeypatch):
         lib.load.add_adapter(model, lora_config(str(BASE), 4, ["q_proj"], False))
         return model
     monkeypatch.setattr(lib.load, "whole_model", adapted)
-    with pytest.raises(InputError, match="its files and its configuration describe .*q_proj.base_layer"):
-        load_scorer(str(BASE), start(0), Sharding(dtype))
+    with pytest.raises(InputError, match="no model of this name could be loaded .*Error"):
+        load_sharded(str(BASE), start(0), Sharding(dtype))
 
 
 def of_peft(config, folder, std=0.1):
@@ -327,7 +327,7 @@ def test_merged_is_the_float32_base_and_the_adapter(data, tmp_path, policy_of_tw
     succeed("04_train_policy.py", *DPO, *flags(data, tmp_path / "two", "--merge"), ranks=2)
     check_merged(tmp_path / "two", policy_of_two_ranks, 1e-5)
     assert not (tmp_path / "two" / "initial").exists()
-    scorer = load_scorer(str(BASE), start(0), Sharding("bfloat16"), lora_config(str(BASE), 4, None, False))
+    scorer = load_sharded(str(BASE), start(0), Sharding("bfloat16"), lora_config(str(BASE), 4, None, False))
     lib.load.load_adapter(scorer.model, policy)
     save_model(tmp_path / "one", scorer.model, tiny[1], merge=True)
     check_merged(tmp_path / "one", policy, 1e-6)

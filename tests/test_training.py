@@ -26,14 +26,14 @@ from lib.fast import use_grouped_attention
 from lib.load import add_adapter, import_peft, load_model, Projection, save_model, Sharding
 from lib.memory import memory_plan, planned_model, PlannedStep
 from lib.runtime import InputError, Runtime, start
-from lib.scorer import action_logps, collate, hidden_states, load_scorer, Scorer, Sequence, token_logps, without_trees
+from lib.scorer import action_logps, collate, load_sharded, Scorer, Sequence, token_logps, without_trees
 from lib.training import adamw, Checkpoints, epoch_batches, learning_rate, Loop, rank_batches
 
 WHOLE, HALF = Sharding(), Sharding(dtype="bfloat16")
 
 
 def load(folder, sharding=WHOLE):
-    return load_scorer(str(folder), start(0), sharding)
+    return load_sharded(str(folder), start(0), sharding)
 
 
 def load_whole(folder):
@@ -200,7 +200,7 @@ def test_a_sharded_bfloat16_model_projects_in_float32(tiny):
     whole, batch = load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
     values = scorer(batch)
     projection = Projection(whole.get_output_embeddings().weight.float())
-    expected = action_logps(projection, hidden_states(whole, batch).float(), batch)
+    expected = action_logps(projection, Scorer(whole).hidden_states(batch).float(), batch)
     torch.testing.assert_close(Scorer(whole)(batch), expected, atol=1e-3, rtol=0)
     torch.testing.assert_close(values, expected, atol=0.05, rtol=0)
     values.sum().backward()
