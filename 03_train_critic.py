@@ -253,7 +253,11 @@ def main(argv=None):
         say("held-out pair accuracy: not measured, no held-out pairs")
     if job.run.rank == 0:
         write_json(pathlib.Path(args.out) / "critic.json", {
-            **critic.note(),
+            "score": args.score,
+            "normalize": args.normalize,
+            "critic_sees_c": args.critic_sees_c,
+            "reference_sees_c": args.reference_sees_c,
+            "visual": isinstance(critic, VisualCritic),
             "beta": args.beta,
             "reference": args.model,
             "reference_fingerprint": weights_fingerprint(args.model),

@@ -270,8 +270,8 @@ class TextCritic:
         if not advantages.isfinite().all():
             raise InputError(f"{self.folder}: its scores are not finite; train this critic again")
         scores = []
-        for state, distinct_state, numbers in zip(states, distinct, advantages.tolist()):
-            advantage_of = dict(zip(distinct_state.actions, numbers))
+        for state, distinct_state, of_actions in zip(states, distinct, advantages.tolist()):
+            advantage_of = dict(zip(distinct_state.actions, of_actions))
             scores.append([advantage_of[tuple(action)] for action in state.actions])
         return scores
 
@@ -284,14 +284,12 @@ class TextCritic:
         fitting = [number for number, item in enumerate(items) if item_length(item) <= most]
         scores = [None] * len(trajectories)
         if fitting:
-            advantages = self.turn_advantages([items[i] for i in fitting], [ref_items[i] for i in fitting])
-            for i, numbers in zip(fitting, advantages.tolist()):
-                scores[i] = numbers[:num_actions(items[i])]
+            advantages = self.advantages([items[i] for i in fitting], [ref_items[i] for i in fitting], self.normalize)
+            if self.score == "value":                                # the change of the value, which is 0 at first
+                advantages = torch.diff(advantages, prepend=torch.zeros(len(fitting), 1))  # (B, M)
+            for i, of_turns in zip(fitting, advantages.tolist()):
+                scores[i] = of_turns[:num_actions(items[i])]
         return scores
-
-    def turn_advantages(self, items, ref_items):
-        """Advantages of the turns of trajectories, (B, M)."""
-        return self.advantages(items, ref_items, self.normalize)
 
     async def seeing(self, states, environment):
         """Prepare for score_actions(states). Text critics need no images."""
@@ -313,11 +311,6 @@ class TextCritic:
         for trajectory in (dummy, {**dummy, "system_prompt": "?"}):
             prompts.append(self.prompt(prompt_text(self.tokenizer, trajectory, history[:-1]), task, self.critic_sees_c))
         return prompts
-
-    def note(self):
-        """Its fields in critic.json."""
-        return {"score": self.score, "normalize": self.normalize, "critic_sees_c": self.critic_sees_c,
-                "reference_sees_c": self.reference_sees_c, "visual": False}
 
 
 class LogRatioCritic(TextCritic):
@@ -342,12 +335,10 @@ class LogRatioCritic(TextCritic):
         self.max_tokens = max_tokens
         if self.is_untrained:
             self.scorer = for_scoring(load(self.folder))
-            self.ref_scorer = self.scorer
-        elif is_adapter(self.folder):
-            self.scorer = load_trained(self.folder, load, self.scorer_class)
-            self.ref_scorer = self.scorer                            # with its adapter off: advantages()
         else:
             self.scorer = load_trained(self.folder, load, self.scorer_class)
+        self.ref_scorer = self.scorer                                # an adapter is switched off: advantages()
+        if not self.is_untrained and not is_adapter(self.folder):
             self.ref_scorer = for_scoring(load(self.reference))
 
     def advantages(self, items, ref_items, normalize):
@@ -395,12 +386,6 @@ class HeadCritic(TextCritic):
         """The head's outputs for the actions of items, (B, M)."""
         return pad_sequence(action_outputs(self.scorer, items, self.max_tokens), batch_first=True)
 
-    def turn_advantages(self, items, ref_items):
-        numbers = self.advantages(items, ref_items, self.normalize)                        # (B, M)
-        if self.score == "value":
-            return torch.diff(numbers, prepend=torch.zeros(len(items), 1))
-        return numbers
-
     def describe(self):
         return f"{self.folder}: scores are the outputs of its {self.score} head"
 
@@ -425,14 +410,9 @@ def open_critic(name, model, domain, reference_sees_c=None, show=None):
         raise InputError(f"--critic {UNTRAINED}: every score is 0 if the reference model sees c; it needs "
                          "--reference-sees-c no")
     else:
-        critic = untrained_critic(model)
+        critic = LogRatioCritic(model, model, load_tokenizer(model), reference_sees_c=False)
     say(critic.describe())
     return critic
-
-
-def untrained_critic(model):
-    """A model as a critic, without training."""
-    return LogRatioCritic(model, model, load_tokenizer(model), reference_sees_c=False)
 
 
 def read_critic(folder, domain, reference_sees_c=None, show=None):
@@ -447,7 +427,17 @@ def read_critic(folder, domain, reference_sees_c=None, show=None):
     if not path.exists():
         raise InputError(f"{folder}: has no critic.json, so it is not a finished critic of 03_train_critic.py")
     note = read_json(path, CRITIC)
-    critic = critic_of_note(str(folder), note, domain, show)
+    folder, score, critic_sees_c = str(folder), note["score"], note["critic_sees_c"]
+    if note.get("visual"):
+        if not domain.views:
+            raise InputError(f"{folder}: a visual critic cannot score {domain.NOUN}s: they have no rendered view")
+        critic = vision.VisualCritic(folder, score, domain, show, critic_sees_c)
+    elif score == "logratio":
+        reference = base_of(folder) if is_adapter(folder) else note["reference"]
+        critic = LogRatioCritic(folder, reference, load_tokenizer(folder), critic_sees_c,
+                                note.get("reference_sees_c", True), note["normalize"])
+    else:
+        critic = HeadCritic(folder, score, load_tokenizer(folder), critic_sees_c)
     if reference_sees_c is not None and isinstance(critic, LogRatioCritic) and critic.critic_sees_c:
         critic.reference_sees_c = reference_sees_c
     elif reference_sees_c is False:
@@ -461,20 +451,6 @@ def read_critic(folder, domain, reference_sees_c=None, show=None):
     elif critic.score == "logratio":
         check_weights(folder, critic.reference, note.get("reference_fingerprint"))
     return critic
-
-
-def critic_of_note(folder, note, domain, show):
-    """The critic that critic.json (`note`) describes."""
-    if note.get("visual"):
-        if not domain.views:
-            raise InputError(f"{folder}: a visual critic cannot score {domain.NOUN}s: they have no rendered view")
-        return vision.VisualCritic(folder, note["score"], domain, show, note["critic_sees_c"])
-    tokenizer = load_tokenizer(folder)
-    if note["score"] != "logratio":
-        return HeadCritic(folder, note["score"], tokenizer, note["critic_sees_c"])
-    reference = base_of(folder) if is_adapter(folder) else note["reference"]
-    return LogRatioCritic(folder, reference, tokenizer, note["critic_sees_c"], note.get("reference_sees_c", True),
-                          note["normalize"])
 
 
 def must_read_text(critic):

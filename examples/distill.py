@@ -19,7 +19,7 @@ import common
 from lib import flags
 from lib.load import load_model, most_positions, projection_of, read_config
 from lib.runtime import run_stage
-from lib.scorer import action_sums, in_chunks, Scorer
+from lib.scorer import in_chunks, Scorer
 from lib.tokens import note_prompt
 
 policy = importlib.import_module("04_train_policy")
@@ -46,19 +46,12 @@ def distill_losses(scorer, batch, examples, ref_logps, teacher, direction):
     for 04's losses_of."""
     informed = [item for example in examples for item in example.informed]
     teacher_batch = scorer.collate(informed, batch.ids.device)
-    teacher_hidden = before_actions(teacher.hidden_states(teacher_batch), teacher_batch)                      # (N, H)
+    r, t = teacher_batch.action_tokens
+    teacher_hidden = teacher.hidden_states(teacher_batch)[r, teacher_batch.previous[r, t]]                    # (N, H)
 
-    def kls_of(projection, hidden, batch):
-        kls = token_kls(projection, before_actions(hidden, batch), projection_of(teacher.model), teacher_hidden,
-                        direction)                                                                            # (N,)
-        return action_sums(batch, kls)
+    def kls_of(projection, hidden, _):
+        return token_kls(projection, hidden, projection_of(teacher.model), teacher_hidden, direction)         # (N,)
     return {"loss": scorer(batch, kls_of).sum(1)}
-
-
-def before_actions(hidden, batch):
-    """The states (N, H) of the tokens before each action token; hidden: all states (R, T, H)."""
-    r, t = batch.action_tokens
-    return hidden[r, batch.previous[r, t]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

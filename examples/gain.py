@@ -27,7 +27,7 @@ from colbench import domain_of
 from lib import data, flags
 from lib.runtime import InputError, run_stage
 from lib.scorer import action_outputs
-from lib.tokens import continuation, end_of_turn, note_prompt, prompt_text, shown_system, template_args
+from lib.tokens import continuation, end_of_turn, note_prompt, prompt_text, shown_system
 
 policy = importlib.import_module("04_train_policy")
 
@@ -101,7 +101,7 @@ def with_agents(rows, trajectories):
     for row in rows:
         trajectory = by_name[policy.name_of(row)[:-1]]               # without the turn
         system = shown_system(trajectory)
-        arguments = template_args(trajectory)
+        arguments = trajectory.get("chat_template_args", {})
         prepared.append({**row, "system_prompt": system, "chat_template_args": arguments})
     return prepared
 
@@ -126,7 +126,7 @@ def main(argv=None):
     domain = domain_of(trajectories[0]["task"])
     if any(domain.lacks(trajectory["task"], "rules") for trajectory in trajectories):
         raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")
-    critic = common.untrained_critic(args.model)
+    critic = common.open_critic(common.UNTRAINED, args.model, domain)
 
     # as in 04, except the score of candidates
     states = policy.read_states(trajectories, tokenizer, args.data_frac, args.seed)

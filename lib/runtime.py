@@ -274,14 +274,9 @@ def on_main(decide):
     return decide_on_main
 
 
-def args_path(out, folder):
-    """Path of an output's args.json."""
-    return pathlib.Path(out) / "args.json" if folder else pathlib.Path(f"{out}.args.json")
-
-
 def read_args(out):
     """Read an output's args.json; if missing, return a record whose stage is "no run"."""
-    path = args_path(out, pathlib.Path(out).is_dir())
+    path = pathlib.Path(out, "args.json") if os.path.isdir(out) else pathlib.Path(f"{out}.args.json")
     args = {"stage": "no run", "args": {}, "inputs": {}}
     if path.exists():
         args |= read_json(path, record({}, {"stage": str, "args": dict, "inputs": dict}))
@@ -299,6 +294,8 @@ class Output:
 
     def __init__(self, out, arguments, inputs, folder=False):
         self.path = pathlib.Path(out)
+        self.args_path = self.path / "args.json" if folder else pathlib.Path(f"{out}.args.json")
+        self.complete = self.path / "COMPLETED" if folder else self.path        # exists when the stage has finished
         self.arguments = arguments
         self.inputs = [name for name in inputs if name]
         self.folder = folder
@@ -322,7 +319,7 @@ class Output:
         if self.arguments["overwrite"]:
             return False
         check_same_command(out, before, now)
-        if self.is_whole():
+        if self.complete.exists():
             say(f"{out}: done already by the same command (if the code has changed: --overwrite)")
             return True
         return False
@@ -331,25 +328,24 @@ class Output:
     def begin(self):
         """Write args.json and lock the output until this process exits. Continues an interrupted run of the same
         command; --overwrite deletes what is there."""
-        path = args_path(self.path, self.folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self.args_path.parent.mkdir(parents=True, exist_ok=True)
         Output.lock = None                                           # the same process may call begin() again
-        Output.lock = locked(path)
+        Output.lock = locked(self.args_path)
         self.last_cost = time.perf_counter()
         note = self.record()
         if self.arguments["overwrite"] or not self.begun_files():
             if self.folder:
-                (self.path / "COMPLETED").unlink(missing_ok=True)    # first: a kill in the loop must not look complete
+                self.complete.unlink(missing_ok=True)                # first: a kill in the loop must not look complete
             for old in self.begun_files():
                 if old.is_dir():
                     shutil.rmtree(old)
                 else:
                     old.unlink()
-        elif self.is_whole():                                        # finished since is_done()
+        elif self.complete.exists():                                 # finished since is_done()
             raise InputError(f"{self.path}: has just been made by the same command")
         else:
             say(f"{self.path}: continues an interrupted run")
-            note = json.loads(path.read_text("utf-8"))               # keeps its costs
+            note = json.loads(self.args_path.read_text("utf-8"))     # keeps its costs
         self.write_args({**note, "process": f"{os.getpid()} on {platform.node()}"})
 
     def record(self):
@@ -367,10 +363,6 @@ class Output:
         files = self.path.glob("*") if self.folder else (self.path, *partial_files(self.path))
         return [path for path in files if path.exists() and not path.name.startswith("args.json")]
 
-    def is_whole(self):
-        """True if the stage that made it has finished."""
-        return (self.path / "COMPLETED" if self.folder else self.path).exists()
-
     def kept_rows(self, name):
         """Rows of a file in the folder that an interrupted run of the same command finished; None if it did not.
         Call this before begin()."""
@@ -379,11 +371,10 @@ class Output:
 
     def write_args(self, record):
         """Replace args.json without ever releasing the lock."""
-        path = args_path(self.path, self.folder)
-        partial = pathlib.Path(f"{path}.partial")
+        partial = pathlib.Path(f"{self.args_path}.partial")
         write_json(partial, record)
         lock = locked(partial)
-        os.rename(partial, path)
+        os.rename(partial, self.args_path)
         Output.lock = lock                                           # this also closes the replaced file
 
     def add_costs(self, **numbers):
@@ -391,7 +382,7 @@ class Output:
         call to "costs" in args.json."""
         if is_main():
             now = time.perf_counter()
-            record = json.loads(args_path(self.path, self.folder).read_text("utf-8"))
+            record = json.loads(self.args_path.read_text("utf-8"))
             record["costs"] = Counter(record.get("costs"))
             record["costs"].update(numbers, seconds=now - self.last_cost)
             self.last_cost = now

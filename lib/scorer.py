@@ -166,11 +166,12 @@ def batch_pairs(examples):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# a batch: action_logps or action_values, (B, M)
+# a batch: log-probabilities or a head's outputs of its actions, (B, M)
 
 class Scorer(torch.nn.Module):
     """A causal language model that returns the log-probability of each action of a batch (collate), a sum over its
-    tokens, (B, M); 0: no such action.
+    tokens, each from the state of the token before it: (B, M) float32; 0: no such action. The vocabulary projection is
+    computed only at action tokens.
 
     Call this instead of the model, except to sample. When sharded, a call gathers weights and keeps some for backward:
     without gradients use action_outputs, which frees them."""
@@ -216,14 +217,17 @@ class Scorer(torch.nn.Module):
         output = decoder(input_ids=batch.ids, attention_mask=mask, position_ids=positions, use_cache=False)
         return output.last_hidden_state
 
-    def forward(self, batch, outputs_of=None):
-        """outputs_of(projection, hidden states, batch): a fork's function in place of action_logps."""
-        outputs_of = outputs_of or action_logps
-        return outputs_of(projection_of(self.model), self.hidden_states(batch), batch)
+    def forward(self, batch, values_of=None):
+        """values_of: a fork's function in place of token_logps."""
+        r, t = batch.action_tokens
+        before = self.hidden_states(batch)[r, batch.previous[r, t]]                       # (N, H)
+        values = (values_of or token_logps)(projection_of(self.model), before, batch.ids[r, t])      # (N,)
+        return action_sums(batch, values)
 
 
 class HeadScorer(Scorer):
-    """A model with a head, a linear layer from a hidden state to one number; returns this number for each action."""
+    """A model with a head, a linear layer from a hidden state to one number. Returns this number for each action, from
+    the mean of its tokens' hidden states: (B, M) float32; 0: no such action."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -239,7 +243,12 @@ class HeadScorer(Scorer):
         """Nothing to check: a head does not use the logits."""
 
     def forward(self, batch):
-        return action_values(self.head, self.hidden_states(batch), batch)
+        r, t = batch.action_tokens
+        states = self.hidden_states(batch)[r, t].float()                                  # (N, H)
+        lengths = batch.lengths.clamp(min=1)                                              # (B, M)
+        means = action_sums(batch, states) / lengths[..., None]                           # (B, M, H)
+        values = F.linear(means, self.head.weight.float(), self.head.bias.float())        # (B, M, 1)
+        return values.squeeze(-1) * (batch.lengths > 0)
 
 
 class TooLong(InputError):
@@ -290,24 +299,6 @@ def action_sums(batch, values):
     sums = torch.zeros(shape, device=values.device)
     place = batch.item_index[r], batch.action_ids[r, t]                                   # item and action of a token
     return sums.index_put(place, values, accumulate=True)
-
-
-def action_logps(projection, hidden, batch):
-    """The log-probability of each action, (B, M) float32: a sum over its tokens, each from the state before it.
-    hidden: (R, T, H). The vocabulary projection is computed only at action tokens."""
-    r, t = batch.action_tokens
-    before = hidden[r, batch.previous[r, t]]                                              # (N, H)
-    return action_sums(batch, token_logps(projection, before, batch.ids[r, t]))
-
-
-def action_values(head, hidden, batch):
-    """A head's output for each action, from the mean of its tokens' hidden states (R, T, H); (B, M) float32."""
-    r, t = batch.action_tokens
-    states = hidden[r, t].float()                                                         # (N, H)
-    lengths = batch.lengths.clamp(min=1)                                                  # (B, M)
-    means = action_sums(batch, states) / lengths[..., None]                               # (B, M, H)
-    values = F.linear(means, head.weight.float(), head.bias.float())                      # (B, M, 1)
-    return values.squeeze(-1) * (batch.lengths > 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

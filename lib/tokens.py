@@ -196,11 +196,6 @@ def agent_messages(history, max_rounds, our_prompt, system=None):
     return messages
 
 
-def template_args(trajectory):
-    """The agent's chat template arguments in a trajectory (02 --chat-template-args)."""
-    return trajectory.get("chat_template_args", {})
-
-
 def our_system(trajectory):
     """Our own system prompt for the agent of a trajectory."""
     return domain_of(trajectory["task"]).agent_system(trajectory.get("max_rounds", 10))
@@ -228,7 +223,8 @@ def note_prompt(folder, trajectories):
     """
     notes = collections.Counter()
     for trajectory in trajectories:
-        note = {"system_prompt": shown_system(trajectory), "chat_template_args": template_args(trajectory)}
+        note = {"system_prompt": shown_system(trajectory),
+                "chat_template_args": trajectory.get("chat_template_args", {})}
         notes[json.dumps(note, sort_keys=True)] += 1
     [(note, count)] = notes.most_common(1)
     if len(notes) > 1:
@@ -261,7 +257,7 @@ def check_prompt(agent, tokenizer, system, arguments):
 def prompt_text(tokenizer, trajectory, history):
     """The prompt of a trajectory's agent after `history`, ending with the cue of its turn."""
     chat = agent_chat(trajectory, history)
-    return render_chat(tokenizer, chat, add_generation_prompt=True, **template_args(trajectory))
+    return render_chat(tokenizer, chat, add_generation_prompt=True, **trajectory.get("chat_template_args", {}))
 
 
 def agent_turns(tokenizer, trajectory, counts=None):
@@ -307,8 +303,8 @@ def rendered_turn(tokenizer, trajectory, index):
     content = history[index]["content"]
     prompt = prompt_text(tokenizer, trajectory, history[:index])
     chat = [*agent_chat(trajectory, history[:index]), {"role": "assistant", "content": content}]
-    whole, _, _ = render_chat(tokenizer, chat, **template_args(trajectory)).rpartition(
-        tokenizer.decode(end_of_turn(tokenizer)))
+    rendered = render_chat(tokenizer, chat, **trajectory.get("chat_template_args", {}))
+    whole, _, _ = rendered.rpartition(tokenizer.decode(end_of_turn(tokenizer)))
     if content.strip() and whole.startswith(prompt):
         return prompt, whole[len(prompt):]
     content = plain(tokenizer, content)

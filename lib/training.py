@@ -16,7 +16,7 @@ from lib import runtime
 from lib.flags import pick
 from lib.load import save_model, Sharding, whole_tensor
 from lib.runtime import barrier, InputError, is_main, open_track, say
-from lib.scorer import item_length, load_sharded, Scorer
+from lib.scorer import item_length, items_of, load_sharded, Scorer
 
 
 class Schedule(NamedTuple):
@@ -79,11 +79,6 @@ class Job:
 def longest_sequence(example):
     """Number of tokens in the longest sequence of an example (common.Example)."""
     return max(map(item_length, example.items))
-
-
-def num_tokens(example):
-    """Number of tokens in all sequences of an example."""
-    return sum(len(sequence.ids) for item in example.items for sequence in item)
 
 
 def show_samples(tokenizer, example):
@@ -236,7 +231,8 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         numbers |= {"lr": lr, "gnorm": grad_norm}
-        self.log(done, sum(map(num_tokens, examples)), numbers)
+        num_tokens = sum(len(sequence.ids) for item in items_of(examples) for sequence in item)
+        self.log(done, num_tokens, numbers)
         if done % self.schedule.save_every == 0 or done == self.num_steps:
             self.checkpoints.save(done)
             self.output.add_costs(trained_tokens=self.tokens)

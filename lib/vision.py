@@ -155,8 +155,11 @@ class VisualCritic:
         sequence_of = self.view_sequences(views)
         items = []
         for turn_views in views:
-            sequences = [sequence_of[view] for view in turn_views]
-            items.append([as_action(sequence, number) for number, sequence in enumerate(sequences)])
+            item = []
+            for number, view in enumerate(turn_views):
+                sequence = sequence_of[view]
+                item.append(sequence._replace(action_ids=[number] * len(sequence.ids)))
+            items.append(item)
         return items
 
     def action_views(self, states):
@@ -205,18 +208,8 @@ class VisualCritic:
     def empty_prompts(self, task, history):
         return list(self.domain.views(task, history, self.critic_sees_c))
 
-    def note(self):
-        """Its fields in critic.json."""
-        return {"score": self.score, "normalize": self.normalize, "critic_sees_c": self.critic_sees_c,
-                "reference_sees_c": self.reference_sees_c, "visual": True}
-
     def describe(self):
         return f"{self.folder}: scores are the outputs of its {self.score} head"
-
-
-def as_action(sequence, number):
-    """A VisualSequence as the action with this number."""
-    return sequence._replace(action_ids=[number] * len(sequence.ids))
 
 
 def documents_of(views):

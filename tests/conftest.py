@@ -303,7 +303,7 @@ def load_critic(folder, domain="backend", reference_sees_c=None, load=None, max_
 def load_untrained(load=None, max_tokens=4096):
     """models/tiny as an untrained critic."""
     import common
-    return loaded(common.untrained_critic(str(BASE)), load, max_tokens)
+    return loaded(common.open_critic(common.UNTRAINED, str(BASE), None), load, max_tokens)
 
 
 def loaded(critic, load=None, max_tokens=4096):

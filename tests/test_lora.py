@@ -157,7 +157,7 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
 def test_the_reference_of_an_untrained_agent_s_adapter_has_the_adapter(data, policy):
     """In bfloat16, in which adapters stay apart: 02 --best-of --critic untrained."""
     row = read(data / "demos.jsonl")[0]
-    critic = loaded(common.untrained_critic(str(policy)), load_whole("cpu", "bfloat16"))
+    critic = loaded(common.open_critic(common.UNTRAINED, str(policy), None), load_whole("cpu", "bfloat16"))
     state = common.State("<|user|>?<|end|><|assistant|>", row["task"], [], [[7, 8, 9]], [])
     logps, ref_logps = (action_outputs(critic.scorer, critic.state_items([state], sees_c), 4096)[0]
                         for sees_c in (True, False))

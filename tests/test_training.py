@@ -26,7 +26,7 @@ from lib.fast import use_grouped_attention
 from lib.load import add_adapter, import_peft, load_model, Projection, save_model, Sharding
 from lib.memory import memory_plan, planned_model, PlannedStep
 from lib.runtime import InputError, Runtime, start
-from lib.scorer import action_logps, collate, load_sharded, Scorer, Sequence, token_logps, without_trees
+from lib.scorer import action_sums, collate, load_sharded, Scorer, Sequence, token_logps, without_trees
 from lib.training import adamw, Checkpoints, epoch_batches, learning_rate, Loop, rank_batches
 
 WHOLE, HALF = Sharding(), Sharding(dtype="bfloat16")
@@ -200,7 +200,9 @@ def test_a_sharded_bfloat16_model_projects_in_float32(tiny):
     whole, batch = load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
     values = scorer(batch)
     projection = Projection(whole.get_output_embeddings().weight.float())
-    expected = action_logps(projection, Scorer(whole).hidden_states(batch).float(), batch)
+    r, t = batch.action_tokens
+    before = Scorer(whole).hidden_states(batch)[r, batch.previous[r, t]].float()
+    expected = action_sums(batch, token_logps(projection, before, batch.ids[r, t]))
     torch.testing.assert_close(Scorer(whole)(batch), expected, atol=1e-3, rtol=0)
     torch.testing.assert_close(values, expected, atol=0.05, rtol=0)
     values.sum().backward()
