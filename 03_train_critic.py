@@ -253,10 +253,7 @@ def main(argv=None):
         say("held-out pair accuracy: not measured, no held-out pairs")
     if job.run.rank == 0:
         write_json(pathlib.Path(args.out) / "critic.json", {
-            "score": args.score,
-            "normalize": args.normalize,
-            "critic_sees_c": args.critic_sees_c,
-            "reference_sees_c": args.reference_sees_c,
+            **{name: getattr(args, name) for name in ("score", "normalize", "critic_sees_c", "reference_sees_c")},
             "visual": isinstance(critic, VisualCritic),
             "beta": args.beta,
             "reference": args.model,
