@@ -4,7 +4,6 @@ import functools
 import hashlib
 import itertools
 import math
-import pathlib
 from collections import namedtuple
 
 import numpy as np
@@ -375,11 +374,10 @@ def padded_outputs(outputs, device="cpu"):
     return pad_sequence([values for items in outputs for values in items], batch_first=True).to(device)
 
 
-def reference_logps(folder, scorer, examples, max_tokens):
+def reference_logps(path, scorer, examples, max_tokens):
     """example_outputs under the reference model: the scorer before its first update, with its adapter off. Call this
-    before training.Loop loads the saved state of a resumed run. The outputs are cached in `folder`/ref.pt for a run
+    before training.Loop loads the saved state of a resumed run. The outputs are cached in the file `path` for a run
     that continues with the same examples."""
-    path = pathlib.Path(folder) / "ref.pt"
     digest = hashlib.sha256()
     for item in items_of(examples):
         digest.update(repr(item).encode())
