@@ -262,8 +262,7 @@ def main(argv=None):
     ref_logps, order = [None] * len(examples), None
     if args.score == "logratio":
         ref_logps, order = reference_numbers(scorer, examples, plain_examples, critic, job)
-    eval_scores = [domain.eval_score(trajectories[group[0]]) for group in groups]
-    returns = [max(0.0, float(score)) for score in eval_scores]
+    returns = [max(0.0, float(domain.eval_score(trajectories[first]))) for first, *_ in groups]
     train(scorer, examples[:num_trained], ref_logps, returns, critic, job)          # the others are held out
 
     accuracy, num_pairs = None, len(examples) - num_trained
