@@ -50,7 +50,14 @@ def whole_model(name, dtype=torch.float32):
     import transformers
     kind = transformers.AutoModelForImageTextToText if reads_images(name) else transformers.AutoModelForCausalLM
     model = load_files(kind, name, dtype)
-    check_vocabulary(load_tokenizer(name), model, name)
+    tokenizer, num_rows = load_tokenizer(name), len(model.get_input_embeddings().weight)
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]
+    chat_ids = encode(tokenizer, render_chat(tokenizer, chat))
+    without_row = [number for number, token in tokenizer.added_tokens_decoder.items()
+                   if number >= num_rows and (number in chat_ids or not token.special)]      # others are never sent
+    if without_row or tokenizer.vocab_size > num_rows:
+        raise InputError(f"{name}: its tokenizer has {len(tokenizer):,} tokens, but its embeddings {num_rows:,}; "
+                         "resize them")
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     most = most_positions(model.config)
     if most < stated:
@@ -60,18 +67,6 @@ def whole_model(name, dtype=torch.float32):
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
     return model
-
-
-def check_vocabulary(tokenizer, model, name):
-    """Raises InputError if a token has no embedding. Special tokens that no chat contains do not need one."""
-    num_rows = len(model.get_input_embeddings().weight)
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]
-    chat_ids = encode(tokenizer, render_chat(tokenizer, chat))
-    without_row = [number for number, token in tokenizer.added_tokens_decoder.items()
-                   if number >= num_rows and (number in chat_ids or not token.special)]
-    if without_row or tokenizer.vocab_size > num_rows:
-        raise InputError(f"{name}: its tokenizer has {len(tokenizer):,} tokens, but its embeddings {num_rows:,}; "
-                         "resize them")
 
 
 def load_files(kind, name, dtype):

@@ -117,26 +117,20 @@ class VisualScorer(HeadScorer):
 class VisualCritic:
     """A critic that is shown pages. It has the methods of common.TextCritic that 02 and 04 call.
 
-    score      "regression" or "value", what its head was trained for
-    domain     its `views` select what is shown
-    show       documents -> {document: image file, None if it cannot be rendered}; on all ranks"""
+    score       "regression" or "value", what its head was trained for
+    domain      its `views` select what is shown
+    show        documents -> {document: image file, None if it cannot be rendered}; on all ranks
+    tokenizer   the model's processor, which has a tokenizer; None: load() sets it"""
 
     scorer_class = VisualScorer
-    normalize = "none"
-    reference_sees_c = True
 
-    def __init__(self, folder, score, domain, show, critic_sees_c=True, processor=None):
+    def __init__(self, folder, score, domain, show, critic_sees_c=True, tokenizer=None):
         self.folder = folder
         self.score = score
         self.domain = domain
         self.show = show
         self.critic_sees_c = critic_sees_c
-        self.processor = processor                                   # None: load() sets it
-
-    @property
-    def tokenizer(self):
-        """Saved with the model."""
-        return self.processor
+        self.tokenizer = tokenizer
 
     def prompt(self, prompt, task, sees_c):
         """The agent's prompt, unchanged: this critic does not read it."""
@@ -185,7 +179,7 @@ class VisualCritic:
         sequences = {}
         for view in itertools.chain(*views):
             if view not in sequences:
-                sequences[view] = image_sequence(self.processor, view, files)
+                sequences[view] = image_sequence(self.tokenizer, view, files)
         return sequences
 
     async def seeing(self, states, environment):
@@ -200,7 +194,7 @@ class VisualCritic:
         self.max_tokens = max_tokens
         self.scorer = load_trained(self.folder, load, VisualScorer)
         load_head(self.scorer.head, self.folder)
-        self.processor = self.scorer.processor
+        self.tokenizer = self.scorer.processor
 
     def check_tokenizer(self, tokenizer, agent):
         """Nothing to check: it does not read the agent's tokens."""

@@ -104,7 +104,7 @@ def seeing(vlm, tmp_path_factory):
         return files
     critic = VisualCritic(str(vlm), "regression", frontend, show)
     critic.scorer = VisualScorer(load_vision(str(vlm), "cpu")[0])
-    critic.processor = critic.scorer.processor
+    critic.tokenizer = critic.scorer.processor
     critic.max_tokens = 4096
     torch.nn.init.normal_(critic.scorer.head.weight, generator=torch.Generator().manual_seed(1))
     return critic
@@ -128,7 +128,7 @@ def dialogues(tmp_path_factory):
 
 def test_a_row_by_hand(seeing):
     """Text and number of tokens; ids and pixels are those of transformers' own processor."""
-    processor, files = seeing.processor, seeing.show([REFERENCE, WHITE])
+    processor, files = seeing.tokenizer, seeing.show([REFERENCE, WHITE])
     ids, numbers, _, images = turn_row(seeing, turns("A shop.", WHITE, "It is<|image_pad|> blue."), WHITE)
     count = ids.count(processor.image_token_id)
     picture = f"<|vision_start|>{'<|image_pad|>' * (count // 2)}<|vision_end|>"
@@ -162,8 +162,8 @@ def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seei
         values = scorer(batch)                                                            # (2, 2)
         for item, turn in ((0, 0), (0, 1), (1, 0)):
             row = items[item][turn]
-            inputs = {"input_ids": torch.tensor([row.ids]), **read_images(seeing.processor, row.images)}
-            inputs["mm_token_type_ids"] = (inputs["input_ids"] == seeing.processor.image_token_id).int()
+            inputs = {"input_ids": torch.tensor([row.ids]), **read_images(seeing.tokenizer, row.images)}
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == seeing.tokenizer.image_token_id).int()
             by_hand = scorer.model(**inputs, output_hidden_states=True).hidden_states[-1][0].mean(0)
             torch.testing.assert_close(values[item, turn], scorer.head(by_hand)[0], atol=1e-5, rtol=1e-5)
         assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
@@ -194,7 +194,7 @@ def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch
     monkeypatch.setattr(Browser, "render", mock.AsyncMock(return_value=Render(None, None, "fault")))
     assert show_documents(frontend, Output(tmp_path / "x", {}, []), [WHITE, WHITE, RED]) == {WHITE: None, RED: None}
     assert "2 of 2 pages cannot be rendered: shown as black images" in capsys.readouterr().out
-    pixels = read_images(seeing.processor, [None])["pixel_values"]
+    pixels = read_images(seeing.tokenizer, [None])["pixel_values"]
     assert pixels.shape[0] == 16 and pixels.reshape(16, 3, -1).std(-1).max() == 0
 
 
