@@ -38,9 +38,9 @@ from colbench import domain_of, task_id
 from colbench.schema import table_of
 from lib import data, flags, runtime
 from lib.load import load_tokenizer
+from lib.logps import load_whole, TooLong
 from lib.runtime import gather, InputError, Output, read_text, RowFile, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
-from lib.scorer import load_whole, TooLong
 from lib.servers import is_server, NoRoom, ReplyError
 from lib.statistics import agent_places, ending_of, heading_of, mean_over_tasks, measure_endings, measure_turns
 from lib.tokens import agent_messages, check_prompt, system_prompt, tokenizer_name

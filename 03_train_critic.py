@@ -42,9 +42,9 @@ import common
 from colbench import domain_of
 from lib import beforehand, data, flags, training
 from lib.load import load_tokenizer, lora_config, reads_images, weights_fingerprint
+from lib.logps import action_lengths, example_outputs, items_of, padded_outputs, reference_logps
 from lib.memory import dry_run
 from lib.runtime import InputError, run_stage, say, write_json
-from lib.scorer import action_lengths, example_outputs, items_of, padded_outputs, reference_logps
 from lib.vision import critic_processor, VisualCritic
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -113,18 +113,18 @@ def split_groups(trajectories, needs_pairs, min_gap, held_out_frac, path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def train(scorer, examples, ref_logps, returns, critic, job):
-    """Train the scorer's model on the examples, from the last saved state.
+def train(action_model, examples, ref_logps, returns, critic, job):
+    """Train the model on the examples, from the last saved state.
 
     ref_logps   reference_logps of the examples, for a log-ratio critic
     returns     of each example's first trajectory, at least 0: a value critic's targets"""
-    loop = training.Loop(scorer, examples, job, train_mode=critic.score == "value")
+    loop = training.Loop(action_model, examples, job, train_mode=critic.score == "value")
     for step, batch_numbers in loop.steps():
         num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, job):
             micro_examples = [examples[i] for i in micro]
-            batch = scorer.collate(items_of(micro_examples), job.run.device)
-            outputs = scorer(batch)              # (B, M) of turns: log-probabilities, or a head's; of P pairs B = 2P
+            batch = action_model.collate(items_of(micro_examples), job.run.device)
+            outputs = action_model(batch)        # (B, M) of turns: log-probabilities, or a head's; of P pairs B = 2P
             if critic.score == "value":
                 labels = torch.tensor([returns[i] for i in micro], device=outputs.device)          # (B,)
                 terms = value_losses(outputs, labels, batch.lengths)                               # (B,) each
@@ -142,11 +142,11 @@ def train(scorer, examples, ref_logps, returns, critic, job):
         loop.update(step)
 
 
-def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
+def pair_accuracy(action_model, examples, ref_logps, critic, max_tokens):
     """Share of trajectory pairs in which the chosen one scores higher; a tie is half right.
     The score is the sum of a trajectory's advantages, or the value after its last turn."""
     lengths = action_lengths(items_of(examples))                                           # (2P, M)
-    outputs = padded_outputs(example_outputs(scorer, examples, max_tokens))                # (2P, M)
+    outputs = padded_outputs(example_outputs(action_model, examples, max_tokens))          # (2P, M)
     if critic.score == "value":
         scores = last_values(outputs, lengths)                                             # (2P,)
     else:
@@ -158,13 +158,13 @@ def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
     return ((gaps > 0).sum() + 0.5 * (gaps == 0).sum()).item() / len(gaps)
 
 
-def reference_numbers(scorer, examples, plain_examples, critic, job):
+def reference_numbers(action_model, examples, plain_examples, critic, job):
     """(reference_logps of p_ref, what beforehand.say_order_of_untrained returns), both of the untrained model.
     plain_examples: the examples without c."""
-    logps = reference_logps(job.output.path / "ref.pt", scorer, examples, job.max_tokens)
+    logps = reference_logps(job.output.path / "ref.pt", action_model, examples, job.max_tokens)
     if not critic.critic_sees_c:
         return logps, None
-    plain_logps = reference_logps(job.output.path / "ref_plain.pt", scorer, plain_examples, job.max_tokens)
+    plain_logps = reference_logps(job.output.path / "ref_plain.pt", action_model, plain_examples, job.max_tokens)
     gaps = gaps_of_c(logps, plain_logps, examples, critic.normalize)
     order = beforehand.say_order_of_untrained([example.task_id for example in examples], gaps)
     return logps if critic.reference_sees_c else plain_logps, order
@@ -255,19 +255,19 @@ def main(argv=None):
         raise InputError(f"{args.trajectories}: no examples to train on fit --max-length {args.max_length}")
     job.output.begin()
 
-    # p_ref is this model before its first update; compute its log-probs once, with the Scorer trained below
-    scorer = job.load(args.model, lora, critic.scorer_class)
-    scorer.check_positions(items_of(examples))
+    # p_ref is this model before its first update; compute its log-probs once, with the ActionModel trained below
+    action_model = job.load(args.model, lora, critic.model_class)
+    action_model.check_positions(items_of(examples))
     training.show_samples(critic.tokenizer, examples[0])
     ref_logps, order = [None] * len(examples), None
     if args.score == "logratio":
-        ref_logps, order = reference_numbers(scorer, examples, plain_examples, critic, job)
+        ref_logps, order = reference_numbers(action_model, examples, plain_examples, critic, job)
     returns = [max(0.0, float(domain.eval_score(trajectories[first]))) for first, *_ in groups]
-    train(scorer, examples[:num_trained], ref_logps, returns, critic, job)          # the others are held out
+    train(action_model, examples[:num_trained], ref_logps, returns, critic, job)    # the others are held out
 
     accuracy, num_pairs = None, len(examples) - num_trained
     if num_pairs:
-        accuracy = held_out_accuracy(scorer, examples[num_trained:], ref_logps[num_trained:], critic, args.max_tokens)
+        accuracy = pair_accuracy(action_model, examples[num_trained:], ref_logps[num_trained:], critic, job.max_tokens)
         say(f"held-out pair accuracy: {accuracy:.3f} on {num_pairs} pairs of held-out tasks")
     else:
         say("held-out pair accuracy: not measured, no held-out pairs")
@@ -282,7 +282,7 @@ def main(argv=None):
             "untrained_pair_accuracy": order,
             "held_out_pair_accuracy": accuracy,
             "num_held_out_pairs": num_pairs})
-    training.finish_training(job, scorer, critic.tokenizer)
+    training.finish_training(job, action_model, critic.tokenizer)
 
 
 if __name__ == "__main__":

@@ -45,10 +45,10 @@ from colbench import domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import beforehand, data, flags, training
 from lib.load import fresh_model, load_tokenizer, lora_config, most_positions, read_config, reads_images, shard
+from lib.logps import ActionModel, batch_pairs, items_of, padded_outputs, reference_logps
 from lib.memory import dry_run
 from lib.runtime import InputError, read_jsonl, read_rows, RowFile, run_stage, say, write_jsonl
 from lib.sampling import add_rows, finish_rows, open_sampler
-from lib.scorer import batch_pairs, items_of, padded_outputs, reference_logps, Scorer
 from lib.servers import visible_text
 from lib.statistics import agent_places
 from lib.tokens import agent_turns, encode, note_prompt, say_kinds
@@ -69,26 +69,26 @@ def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
     return losses, {"chosen": chosen, "rejected": rejected, "nll": nll}
 
 
-def preference_losses(scorer, batch, examples, ref_logps, job):
+def preference_losses(action_model, batch, examples, ref_logps, job):
     """Eq. 4 of a micro-batch, with numbers for the log: {"loss", …: (examples,)}, sums over each example's pairs.
     train() divides them by the pairs of the step.
     ref_logps: (B, M), of each action under the reference model."""
     items, actions = batch_pairs(examples).unbind(-1)                # of chosen and rejected, (P, 2) each
-    pair_logps = scorer(batch)[items, actions]                                              # (P, 2)
+    pair_logps = action_model(batch)[items, actions]                                        # (P, 2)
     pair_ref_logps = ref_logps[items, actions]                                              # (P, 2)
     lengths = batch.lengths[items, actions]                                                 # (P, 2)
-    losses, numbers = dpo_losses(pair_logps, pair_ref_logps, lengths, job.beta, job.nll_coef)      # (P,)
-    numbers = training.preference_metrics(**numbers, dtype=job.sharding.dtype)
-    num_pairs = [len(example.pairs) for example in examples]
+    losses, metrics = dpo_losses(pair_logps, pair_ref_logps, lengths, job.beta, job.nll_coef)      # (P,)
+    metrics = training.preference_metrics(**metrics, dtype=job.sharding.dtype)
+    num_pairs = [len(example.action_pairs) for example in examples]
     sums = {}
-    for name, values in {"loss": losses, **numbers}.items():
+    for name, values in {"loss": losses, **metrics}.items():
         sums[name] = torch.stack([part.sum() for part in values.split(num_pairs)])
     return sums
 
 
-def imitation_losses(scorer, batch, examples, ref_logps):
+def imitation_losses(action_model, batch, examples, ref_logps):
     """Negative log-probability of all actions of each example, which has one item: {"loss": (examples,)}."""
-    return {"loss": -scorer(batch).sum(1)}
+    return {"loss": -action_model(batch).sum(1)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def score_candidates(rows, critic, job, score=score_rows):
                 scored.add(number, {**row, "advantages": advantages})
     finish_rows(scored, len(rows), [])
     job.output.add_costs()
-    critic.scorer = critic.ref_scorer = None                         # freed before the policy is loaded
+    critic.model = critic.ref_model = None                           # freed before the policy is loaded
     gc.collect()
     return read_rows(path)
 
@@ -351,7 +351,7 @@ def pair_examples(pairs, tokenizer, together):
 def pair_of_dialogues(example):
     """mtdpo: the example of two trajectories, each as one action, because whole dialogues are compared."""
     items = [common.as_one_action(item) for item in example.items]
-    return example._replace(items=items, pairs=[((0, 0), (1, 0))])
+    return example._replace(items=items, action_pairs=[((0, 0), (1, 0))])
 
 
 def successful(trajectories, path):
@@ -371,44 +371,44 @@ def successful(trajectories, path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def train(scorer, examples, ref_logps, losses_of, job):
-    """Train the scorer's model on the examples, from the last saved state.
+def train(action_model, examples, ref_logps, losses_of, job):
+    """Train the model on the examples, from the last saved state.
 
     ref_logps   reference_logps of the examples; None for imitation
-    losses_of   (scorer, batch, examples, ref_logps (B, M) or None) -> {"loss": …, …}, (examples,) each"""
-    loop = training.Loop(scorer, examples, job, train_mode=ref_logps is None)
+    losses_of   (action_model, batch, examples, ref_logps (B, M) or None) -> {"loss": …, …}, (examples,) each"""
+    loop = training.Loop(action_model, examples, job, train_mode=ref_logps is None)
     for step, batch_numbers in loop.steps():
         num_terms = sum(num_loss_terms(examples[i]) for i in batch_numbers)     # the step's loss is a mean over these
         for micro, weights in training.rank_batches(batch_numbers, examples, job):
             micro_examples = [examples[i] for i in micro]
-            batch = scorer.collate(items_of(micro_examples), job.run.device)
+            batch = action_model.collate(items_of(micro_examples), job.run.device)
             micro_ref_logps = None
             if ref_logps is not None:
                 micro_ref_logps = padded_outputs([ref_logps[i] for i in micro], job.run.device)     # (B, M)
-            terms = losses_of(scorer, batch, micro_examples, micro_ref_logps)           # sums, (examples,) each
+            terms = losses_of(action_model, batch, micro_examples, micro_ref_logps)     # sums, (examples,) each
             loop.backward(terms, weights / num_terms)
         loop.update(step)
 
 
 def num_loss_terms(example):
     """Number of terms that an example adds to the step's loss: its pairs or, for imitation, its action tokens."""
-    if example.pairs:
-        return len(example.pairs)
+    if example.action_pairs:
+        return len(example.action_pairs)
     return sum(number >= 0 for item in example.items for row in item for number in row.action_ids)
 
 
 def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
     """Train the model that load() returns on the examples, and write it.
     losses_of: as in train(). has_reference: whether the loss uses a reference model. That is the model before its first
-    update; its log-probabilities are computed once, with the Scorer that is then trained."""
+    update; its log-probabilities are computed once, with the ActionModel that is then trained."""
     training.show_samples(tokenizer, examples[0])
-    scorer = load()
-    scorer.check_positions(items_of(examples))
+    action_model = load()
+    action_model.check_positions(items_of(examples))
     ref_logps = None
     if has_reference:
-        ref_logps = reference_logps(job.output.path / "ref.pt", scorer, examples, job.max_tokens)
-    train(scorer, examples, ref_logps, losses_of, job)
-    training.finish_training(job, scorer, tokenizer)
+        ref_logps = reference_logps(job.output.path / "ref.pt", action_model, examples, job.max_tokens)
+    train(action_model, examples, ref_logps, losses_of, job)
+    training.finish_training(job, action_model, tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -450,12 +450,12 @@ def parse_args(argv=None):
 
 
 def open_model(trajectories, is_fresh, lora, job):
-    """(tokenizer, a function that loads the Scorer) for --model or, if is_fresh, for a small new model whose vocabulary
-    comes from the trajectories."""
+    """(tokenizer, a function that loads the ActionModel) for --model or, if is_fresh, for a small new model whose
+    vocabulary comes from the trajectories."""
     if is_fresh:
         texts = [common.vocabulary_text(trajectory) for trajectory in trajectories]
         model, tokenizer = fresh_model(texts)
-        return tokenizer, functools.partial(shard, Scorer(model.to(job.run.device)), job.run, job.sharding)
+        return tokenizer, functools.partial(shard, ActionModel(model.to(job.run.device)), job.run, job.sharding)
     if reads_images(job.model):
         raise InputError(f"{job.model}: a policy must be text-only; vision-language models can only be critics")
     return load_tokenizer(job.model), functools.partial(job.load, job.model, lora)
@@ -470,8 +470,8 @@ def open_critic(name, tokenizer, domain, reference_sees_c, job):
 
 
 def open_fork(flags, inputs=()):
-    """Common start of a fork: (job, trajectories, tokenizer, a function that loads the Scorer); None if its output is
-    done. flags: {name: value}. inputs: as in training.Job."""
+    """Common start of a fork: (job, trajectories, tokenizer, a function that loads the ActionModel); None if its output
+    is done. flags: {name: value}. inputs: as in training.Job."""
     if flags["dry_run"]:
         raise InputError("--dry-run works only with 04_train_policy.py")
     job = training.Job(flags, inputs)

@@ -42,12 +42,12 @@ import common
 from colbench import domain_of
 from colbench.schema import list_of
 from lib import data, flags, runtime, statistics
+from lib.logps import load_whole
 from lib.report.export import export
 from lib.report.page import about_lines, page_data, write_report
 from lib.report.plots import report_plots
 from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
 from lib.runtime import InputError, Output, read_jsonl, run_stage, say, start, write_json, write_jsonl
-from lib.scorer import load_whole
 from lib.tokens import shown_system
 
 MAX_TOKENS = 16384               # in a batch without gradients, and in a dialogue whose turns get advantages

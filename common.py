@@ -26,18 +26,18 @@ from lib.load import (
     load_tokenizer,
     most_positions,
 )
-from lib.runtime import InputError, read_json, say
-from lib.scorer import (
+from lib.logps import (
     action_lengths,
     action_outputs,
+    ActionModel,
     for_scoring,
-    HeadScorer,
+    HeadModel,
     item_length,
     load_trained,
     num_actions,
-    Scorer,
     Sequence,
 )
+from lib.runtime import InputError, read_json, say
 from lib.tokens import agent_turns, encode, generation_cue, LAST_ROUND, plain, prompt_text, say_kinds, tokenizer_name
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,18 +128,18 @@ def actions_item(tokenizer, prompt, actions):
 # trajectories, training examples, and pairs
 
 # A training example.
-# items    lists of Sequences: a trajectory (one if the chat template only appends, else several), or the actions of one
-#          state (one, a tree)
-# pairs    ((item, action), (item, action)) of chosen and rejected actions
-# task_id  the task of its first item, by which 03 holds out whole tasks
+# items         lists of Sequences: a trajectory (one if the chat template only appends, else several), or the actions
+#               of one state (one, a tree)
+# action_pairs  ((item, action), (item, action)) of chosen and rejected actions
+# task_id       the task of its first item, by which 03 holds out whole tasks
 #
-#                  items                        actions of an item           pairs
+#                  items                        actions of an item           action_pairs
 #     sweet        1: a state                   its paired candidates        of actions of this item
 #     mtdpo        2: trajectories              1, the whole dialogue        1: the action of item 0, that of item 1
 #     rft, sft     1: a trajectory              the agent's turns            none: all actions are imitated
 #     critic       2: chosen, rejected          the agent's turns            none: the items are compared as wholes
 #     value head   1: a trajectory              the agent's turns            none
-Example = namedtuple("Example", "items pairs task_id")
+Example = namedtuple("Example", "items action_pairs task_id")
 
 
 def trajectory_items(tokenizer, trajectories, sees_c):
@@ -154,7 +154,7 @@ def trajectory_items(tokenizer, trajectories, sees_c):
 
 
 def trajectory_examples(trajectories, groups, make_items, sees_c):
-    """An Example, without pairs, for each tuple of trajectory numbers; one item per trajectory.
+    """An Example, without action_pairs, for each tuple of trajectory numbers; one item per trajectory.
     make_items(trajectories, sees_c) makes the items (trajectory_items)."""
     numbers = sorted({number for group in groups for number in group})
     items = dict(zip(numbers, make_items([trajectories[number] for number in numbers], sees_c)))
@@ -237,7 +237,7 @@ class TextCritic:
     reference_sees_c   False: its reference model reads the dialogue without c; True: what the critic reads
     normalize          see eq. 3"""
 
-    scorer_class = HeadScorer
+    model_class = HeadModel
 
     def __init__(self, folder, tokenizer, critic_sees_c=True, reference_sees_c=True, normalize="none"):
         self.folder = folder
@@ -280,7 +280,7 @@ class TextCritic:
         trajectory with more tokens than --max-tokens or than the critic accepts."""
         items = self.trajectory_items(trajectories, self.critic_sees_c)
         ref_items = items if self.reference_sees_c else self.trajectory_items(trajectories, sees_c=False)
-        most = min(self.max_tokens, most_positions(self.scorer.model.config))
+        most = min(self.max_tokens, most_positions(self.model.model.config))
         fitting = [number for number, item in enumerate(items) if item_length(item) <= most]
         scores = [None] * len(trajectories)
         if fitting:
@@ -319,7 +319,7 @@ class LogRatioCritic(TextCritic):
     reference   name of the reference model; an untrained critic is its own reference, which does not see c"""
 
     score = "logratio"
-    scorer_class = Scorer
+    model_class = ActionModel
 
     def __init__(self, folder, reference, tokenizer, critic_sees_c=True, reference_sees_c=True, normalize="turn"):
         super().__init__(folder, tokenizer, critic_sees_c, reference_sees_c, normalize)
@@ -330,23 +330,23 @@ class LogRatioCritic(TextCritic):
         """Load the models. The reference model is the one that 03 started from: for an adapter its base, for an
         untrained critic itself.
 
-        load(name, lora=…, kind=…) returns a Scorer: training.Job.load, split over the ranks, or load_whole(device).
-        max_tokens: of a batch."""
+        load(name, lora=…, kind=…) returns an ActionModel: training.Job.load, split over the ranks, or
+        load_whole(device). max_tokens: of a batch."""
         self.max_tokens = max_tokens
         if self.is_untrained:
-            self.scorer = for_scoring(load(self.folder))
+            self.model = for_scoring(load(self.folder))
         else:
-            self.scorer = load_trained(self.folder, load, self.scorer_class)
-        self.ref_scorer = self.scorer                                # an adapter is switched off: advantages()
+            self.model = load_trained(self.folder, load, self.model_class)
+        self.ref_model = self.model                                  # an adapter is switched off: advantages()
         if not self.is_untrained and not is_adapter(self.folder):
-            self.ref_scorer = for_scoring(load(self.reference))
+            self.ref_model = for_scoring(load(self.reference))
 
     def advantages(self, items, ref_items, normalize):
         """Eq. 3 of the actions of items, (B, M)."""
-        logps = action_outputs(self.scorer, items, self.max_tokens)                        # (actions,) of each item
-        is_below = self.ref_scorer is self.scorer and not self.is_untrained     # the reference of a trained adapter
-        with adapter_off(self.scorer.model) if is_below else contextlib.nullcontext():
-            ref_logps = action_outputs(self.ref_scorer, ref_items, self.max_tokens)
+        logps = action_outputs(self.model, items, self.max_tokens)                         # (actions,) of each item
+        is_below = self.ref_model is self.model and not self.is_untrained       # the reference of a trained adapter
+        with adapter_off(self.model.model) if is_below else contextlib.nullcontext():
+            ref_logps = action_outputs(self.ref_model, ref_items, self.max_tokens)
         logps = pad_sequence(logps, batch_first=True)                                      # (B, M)
         ref_logps = pad_sequence(ref_logps, batch_first=True)                              # (B, M)
         if self.is_untrained:
@@ -379,12 +379,12 @@ class HeadCritic(TextCritic):
     def load(self, load, max_tokens):
         """As in LogRatioCritic."""
         self.max_tokens = max_tokens
-        self.scorer = load_trained(self.folder, load, self.scorer_class)
-        load_head(self.scorer.head, self.folder)
+        self.model = load_trained(self.folder, load, self.model_class)
+        load_head(self.model.head, self.folder)
 
     def advantages(self, items, ref_items, normalize):
         """The head's outputs for the actions of items, (B, M)."""
-        return pad_sequence(action_outputs(self.scorer, items, self.max_tokens), batch_first=True)
+        return pad_sequence(action_outputs(self.model, items, self.max_tokens), batch_first=True)
 
     def describe(self):
         return f"{self.folder}: scores are the outputs of its {self.score} head"

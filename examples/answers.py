@@ -28,8 +28,8 @@ import torch
 import common
 from colbench import domain_of
 from lib import beforehand, data, flags
+from lib.logps import item_length, Sequence
 from lib.runtime import InputError, run_stage, say
-from lib.scorer import item_length, Sequence
 from lib.statistics import agent_places
 from lib.tokens import agent_turns, decode, encode, note_prompt
 
@@ -38,12 +38,12 @@ policy = importlib.import_module("04_train_policy")
 # ---------------------------------------------------------------------------------------------------------------------
 # loss
 
-def answers_losses(scorer, batch, examples, ref_logps, job, answer_coef):
+def answers_losses(action_model, batch, examples, ref_logps, job, answer_coef):
     """04's preference_losses; --answer-coef adds the NLL of right answers, once for each pair."""
-    logps = scorer(batch)                                            # (B, M)
+    logps = action_model(batch)                                      # (B, M)
     losses = policy.preference_losses(lambda _: logps, batch, examples, ref_logps, job)
     if answer_coef:
-        num_pairs = torch.tensor([len(example.pairs) for example in examples], device=logps.device)
+        num_pairs = torch.tensor([len(example.action_pairs) for example in examples], device=logps.device)
         losses["answer_nll"] = answer_nlls(logps, batch.lengths) * num_pairs                        # (examples,)
         losses["loss"] = losses["loss"] + answer_coef * losses["answer_nll"]
     return losses

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 import common
 from lib import flags
 from lib.load import load_model, most_positions, projection_of, read_config
+from lib.logps import ActionModel, in_chunks
 from lib.runtime import run_stage
-from lib.scorer import in_chunks, Scorer
 from lib.tokens import note_prompt
 
 policy = importlib.import_module("04_train_policy")
@@ -41,24 +41,24 @@ def token_kls(projection, hidden, teacher_projection, teacher_hidden, direction)
     return in_chunks(kls_of, projection, hidden, teacher_hidden)
 
 
-def distill_losses(scorer, batch, examples, ref_logps, teacher, direction):
-    """The divergence from the teacher (a Scorer), summed over the action tokens of each example: {"loss": (examples,)},
-    for 04's losses_of."""
+def distill_losses(action_model, batch, examples, ref_logps, teacher, direction):
+    """The divergence from the teacher (an ActionModel), summed over the action tokens of each example, for 04's
+    losses_of: {"loss": (examples,)}."""
     informed = [item for example in examples for item in example.informed]
-    teacher_batch = scorer.collate(informed, batch.ids.device)
+    teacher_batch = action_model.collate(informed, batch.ids.device)
     r, t = teacher_batch.action_tokens
     teacher_hidden = teacher.hidden_states(teacher_batch)[r, teacher_batch.previous[r, t]]                    # (N, H)
 
     def kls_of(projection, hidden, _):
         return token_kls(projection, hidden, projection_of(teacher.model), teacher_hidden, direction)         # (N,)
-    return {"loss": scorer(batch, kls_of).sum(1)}
+    return {"loss": action_model(batch, kls_of).sum(1)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # examples
 
 # common.Example, plus the items that the teacher reads in place of `items`
-TaughtExample = collections.namedtuple("TaughtExample", "items pairs task_id informed")
+TaughtExample = collections.namedtuple("TaughtExample", "items action_pairs task_id informed")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def main(argv=None):
     job.output.begin()
 
     # the initial model, a full copy on each rank, without gradients
-    teacher = Scorer(load_model(args.model, job.run.device, args.dtype)[0]).eval().requires_grad_(False)
+    teacher = ActionModel(load_model(args.model, job.run.device, args.dtype)[0]).eval().requires_grad_(False)
     losses_of = functools.partial(distill_losses, teacher=teacher, direction=args.divergence)
     note_prompt(args.out, trajectories)
     policy.train_policy(load, tokenizer, examples, losses_of, job, has_reference=False)

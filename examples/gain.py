@@ -25,8 +25,8 @@ import random
 import common
 from colbench import domain_of
 from lib import data, flags
+from lib.logps import action_outputs
 from lib.runtime import InputError, run_stage
-from lib.scorer import action_outputs
 from lib.tokens import continuation, end_of_turn, note_prompt, prompt_text, shown_system
 
 policy = importlib.import_module("04_train_policy")
@@ -57,7 +57,7 @@ def gains(environment, rows, critic):
             if prompt is not None:
                 after[number, text] = solution_item(tokenizer, prompt, row["task"])
     items = [*before, *after.values()]
-    logps = action_outputs(critic.scorer, items, critic.max_tokens)                                # (1,) each
+    logps = action_outputs(critic.model, items, critic.max_tokens)                                 # (1,) each
     gain_of = {}
     for (number, text), logp in zip(after, logps[len(before):]):
         gain = logp.item() - logps[number].item()

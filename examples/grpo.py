@@ -33,8 +33,8 @@ import torch
 import common
 from colbench import domain_of
 from lib import data, flags
+from lib.logps import num_actions, padded_outputs
 from lib.runtime import InputError, read_rows, run_stage, say, write_jsonl
-from lib.scorer import num_actions, padded_outputs
 from lib.tokens import note_prompt
 
 policy = importlib.import_module("04_train_policy")
@@ -109,7 +109,7 @@ def advantage_shares(turns):
 # examples
 
 # common.Example, plus an advantage for each agent token, in their order (tokens,)
-GroupExample = collections.namedtuple("GroupExample", "items pairs task_id advantages")
+GroupExample = collections.namedtuple("GroupExample", "items action_pairs task_id advantages")
 
 
 def say_whose(trajectories, model):
@@ -138,8 +138,8 @@ def score_trajectories(trajectories, critic, job):
 
 
 def token_examples(examples, advantages):
-    """The examples that have advantages (turn_advantages). Each agent token becomes an action, so that a Scorer returns
-    a log-probability for each token."""
+    """The examples that have advantages (turn_advantages). Each agent token becomes an action, so that an ActionModel
+    returns a log-probability for each token."""
     ready = []
     for example, numbers in zip(examples, advantages):
         if not numbers:
@@ -165,10 +165,10 @@ def token_item(item):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def grpo_losses(scorer, batch, examples, ref_logps, clip, kl_coef):
+def grpo_losses(action_model, batch, examples, ref_logps, clip, kl_coef):
     """clipped_losses of a micro-batch, like 04's preference_losses."""
     advantages = padded_outputs([[example.advantages] for example in examples], ref_logps.device)               # (B, M)
-    log_ratios = scorer(batch) - ref_logps                           # (B, M): of each token
+    log_ratios = action_model(batch) - ref_logps                     # (B, M): of each token
     losses, numbers = clipped_losses(log_ratios, advantages, batch.lengths, clip, kl_coef)
     return {"loss": losses, **numbers}
 

@@ -300,7 +300,7 @@ WINDOWED = ("afmoe", "cohere2", "cwm", "exaone4", "exaone_moe", "gemma2", "gemma
 
 
 def takes_masks(model):
-    """True if a model takes our own masks and positions, as trees (scorer.collate) and lib/engine.py need: layers see
+    """True if a model takes our own masks and positions, as trees (logps.collate) and lib/engine.py need: layers see
     all earlier tokens or a known window, and use the given positions."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     config = model.config.get_text_config()
@@ -371,22 +371,22 @@ class Sharding:
         return world_size > 1 or self.dtype != "float32" and not is_adapted
 
 
-def shard(scorer, run, sharding):
-    """Make a module (scorer.Scorer) and its `model` ready for training: split, checkpointed and compiled as `sharding`
-    says. Returns the module."""
+def shard(action_model, run, sharding):
+    """Make a module (logps.ActionModel) and its `model` ready for training: split, checkpointed and compiled as
+    `sharding` says. Returns the module."""
     if sharding.activation_checkpointing:
-        checkpoint_layers(scorer.model)
+        checkpoint_layers(action_model.model)
     if run.device.type == "cuda" and sharding.dtype == "bfloat16" and takes_grouped_queries():
-        use_grouped_attention(scorer.model)
-    adapted = adapter_layers(scorer.model)
+        use_grouped_attention(action_model.model)
+    adapted = adapter_layers(action_model.model)
     for layer in adapted:
         compute_as_given(layer)
     if sharding.uses_fsdp(run.world_size, bool(adapted)):
-        split(scorer, run, sharding)
+        split(action_model, run, sharding)
     if sharding.compile:
         say("--compile: layers are compiled in the first pass, and again when training starts")
-        compile_layers(scorer.model, layers_of(scorer.model))
-    return scorer
+        compile_layers(action_model.model, layers_of(action_model.model))
+    return action_model
 
 
 def checkpoint_layers(model):
@@ -403,28 +403,28 @@ def checkpoint_layers(model):
             layer.forward = checkpointed(layer, type(layer).forward)
 
 
-def split(scorer, run, sharding):
+def split(action_model, run, sharding):
     """Split the parameters of a module and of its `model` over the ranks (FSDP2).
 
     Each rank keeps 1 / W of them in float32, with their gradients and optimiser state. It gathers a layer in
-    sharding.dtype when the layer computes; a single rank gathers once for both passes (but see scorer.for_scoring)."""
+    sharding.dtype when the layer computes; a single rank gathers once for both passes (but see logps.for_scoring)."""
     from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, register_fsdp_forward_method
     mesh = init_device_mesh(run.device.type, (run.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, sharding.dtype), reduce_dtype=torch.float32,
                                   cast_forward_inputs=False)
-    model = scorer.model
+    model = action_model.model
     layers = layers_of(model)
     if hasattr(model.base_model, "visual"):                         # the Qwen2-VL family, which visual critics need
         layers += model.base_model.visual.blocks
-    for module in (*layers, scorer):
+    for module in (*layers, action_model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=None if run.world_size > 1 else False)
-    register_fsdp_forward_method(scorer, "check_logits")
+    register_fsdp_forward_method(action_model, "check_logits")
 
 
-def reshard(scorer):
+def reshard(action_model):
     """Free parameters that FSDP2 gathered in a pass without gradients and would keep for a backward pass."""
-    for module in scorer.modules():
+    for module in action_model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
 
@@ -450,7 +450,7 @@ def meta_model(config, dtype=torch.float32, **options):
 
 
 def load_head(head, folder):
-    """Read turn_head.pt of a critic folder into a critic's head (scorer.Scorer), split over ranks or not."""
+    """Read turn_head.pt of a critic folder into a critic's head (logps.ActionModel), split over ranks or not."""
     with loading(folder):
         set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
 

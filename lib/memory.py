@@ -19,8 +19,8 @@ from lib.load import (
     read_config,
     reads_images,
 )
+from lib.logps import token_logps
 from lib.runtime import InputError, one_line, say
-from lib.scorer import token_logps
 
 USABLE_OF_80_GB = 76e9
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lib import runtime
 from lib.flags import pick
 from lib.load import save_model, Sharding, whole_tensor
+from lib.logps import ActionModel, item_length, items_of, load_sharded
 from lib.runtime import barrier, InputError, is_main, open_track, say
-from lib.scorer import item_length, items_of, load_sharded, Scorer
 
 
 class Schedule(NamedTuple):
@@ -59,8 +59,8 @@ class Job:
         self.max_tokens = flags["max_tokens"]
         self.merge = flags["merge"]
 
-    def load(self, name, lora=None, kind=Scorer):
-        """A Scorer split over the ranks, for training, or for scoring with a model that is too large for one rank."""
+    def load(self, name, lora=None, kind=ActionModel):
+        """An ActionModel split over the ranks, to train it, or to score with a model that is too large for one rank."""
         return load_sharded(name, self.run, self.sharding, lora, kind)
 
     def fitting_indices(self, examples):
@@ -169,8 +169,8 @@ class Loop:
 
     train_mode: whether dropout is on. It is off for preferences, as the reference log-probs have none either."""
 
-    def __init__(self, scorer, examples, job, train_mode=True):
-        self.scorer = scorer
+    def __init__(self, action_model, examples, job, train_mode=True):
+        self.action_model = action_model
         self.train_mode = train_mode
         self.examples = examples
         self.schedule = schedule = job.schedule
@@ -180,8 +180,8 @@ class Loop:
         self.batches = batches[:schedule.max_steps]
         self.num_steps = len(self.batches)
         say(f"{len(examples):,} examples, {self.num_steps:,} steps of at most {schedule.batch_size}")
-        self.optimizer = adamw(scorer, schedule.lr)
-        self.checkpoints = Checkpoints(self.output.path, scorer, self.optimizer)
+        self.optimizer = adamw(action_model, schedule.lr)
+        self.checkpoints = Checkpoints(self.output.path, action_model, self.optimizer)
         self.first_step = self.checkpoints.load()
         self.metrics = self.output.path / "metrics.jsonl"
         rows = cut_metrics(self.metrics, self.first_step)
@@ -192,7 +192,7 @@ class Loop:
 
     def steps(self):
         """Yield (step, the numbers of its examples) for each remaining step."""
-        self.scorer.train(self.train_mode)
+        self.action_model.train(self.train_mode)
         for step in range(self.first_step, self.num_steps):
             # for dropout: ranks draw different numbers, a resumed run the same ones again
             number = self.schedule.seed * self.num_steps + step
@@ -213,7 +213,7 @@ class Loop:
         and, every --save-every steps, a saved state.
 
         Raises InputError on all ranks, before anything is updated, if the loss or the gradient's norm is not finite."""
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), MAX_GRAD_NORM)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.action_model.parameters(), MAX_GRAD_NORM)
         grad_norm = whole_tensor(grad_norm).item()
         totals = torch.stack(list(self.sums.values()))
         dist.all_reduce(totals)
@@ -328,22 +328,22 @@ def cut_metrics(path, step):
     return rows
 
 
-def adamw(scorer, lr):
+def adamw(action_model, lr):
     """AdamW of the parameters that are not frozen."""
-    trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
-    if lr < 1e-5 and sum(parameter.numel() for parameter in scorer.parameters()) < 1e7:
+    trained = [parameter for parameter in action_model.parameters() if parameter.requires_grad]
+    if lr < 1e-5 and sum(parameter.numel() for parameter in action_model.parameters()) < 1e7:
         say(f"--lr {lr:g} is meant for 8B models; small models barely learn at this rate: run.sh's rates are in "
             "scripts/recipes.toml")
     # fused: does not copy all parameters
     return torch.optim.AdamW(trained, lr=lr, betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
-def finish_training(job, scorer, tokenizer):
+def finish_training(job, action_model, tokenizer):
     """Write the trained model (and a critic's head) into the output, mark the folder as complete, and remove files that
     only a resumed run needs."""
     folder = job.output.path
-    save_model(folder, scorer.model, tokenizer, job.merge)
-    head = getattr(scorer, "head", None)
+    save_model(folder, action_model.model, tokenizer, job.merge)
+    head = getattr(action_model, "head", None)
     if head is not None:
         # not as safetensors: a server would load it as part of the model
         head = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in head.named_parameters()}
@@ -353,7 +353,7 @@ def finish_training(job, scorer, tokenizer):
         (folder / "COMPLETED").touch()                              # first, so that a kill from here on loses nothing
         for name in ("states", "initial"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for path in folder.glob("ref*.pt"):                         # of scorer.reference_logps
+        for path in folder.glob("ref*.pt"):                         # of logps.reference_logps
             path.unlink()
         say(f"writes {folder}")
     barrier()

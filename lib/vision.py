@@ -8,8 +8,8 @@ from collections import namedtuple
 import torch
 
 from lib.load import from_pretrained, load_files, load_head, load_tokenizer, loading, read_config
+from lib.logps import action_outputs, Batch, collate, HeadModel, load_trained
 from lib.runtime import InputError, say
-from lib.scorer import action_outputs, Batch, collate, HeadScorer, load_trained
 from lib.servers import Reply
 from lib.statistics import agent_places
 from lib.tokens import decode, encode, plain_chat, render_chat, stop_ids
@@ -89,7 +89,7 @@ VisualSequence = namedtuple("VisualSequence", "ids action_ids prompt_length imag
 VisualBatch = namedtuple("VisualBatch", (*Batch._fields, "images"))      # images: of all sequences, in their order
 
 
-class VisualScorer(HeadScorer):
+class VisualHeadModel(HeadModel):
     """A model of the Qwen2-VL family with a head, on batches of VisualSequences."""
 
     open_model = staticmethod(load_vision)
@@ -122,7 +122,7 @@ class VisualCritic:
     show        documents -> {document: image file, None if it cannot be rendered}; on all ranks
     tokenizer   the model's processor, which has a tokenizer; None: load() sets it"""
 
-    scorer_class = VisualScorer
+    model_class = VisualHeadModel
 
     def __init__(self, folder, score, domain, show, critic_sees_c=True, tokenizer=None):
         self.folder = folder
@@ -169,7 +169,7 @@ class VisualCritic:
         views = self.action_views(states)
         sequences = self.view_sequences(views)
         items = [[sequence] for sequence in sequences.values()]
-        outputs = action_outputs(self.scorer, items, self.max_tokens)                         # (1,) of each item
+        outputs = action_outputs(self.model, items, self.max_tokens)                          # (1,) of each item
         advantage_of = {view: output.item() for view, output in zip(sequences, outputs)}
         return [[advantage_of[view] for view in state_views] for state_views in views]
 
@@ -192,9 +192,9 @@ class VisualCritic:
     def load(self, load, max_tokens):
         """As in LogRatioCritic."""
         self.max_tokens = max_tokens
-        self.scorer = load_trained(self.folder, load, VisualScorer)
-        load_head(self.scorer.head, self.folder)
-        self.tokenizer = self.scorer.processor
+        self.model = load_trained(self.folder, load, VisualHeadModel)
+        load_head(self.model.head, self.folder)
+        self.tokenizer = self.model.processor
 
     def check_tokenizer(self, tokenizer, agent):
         """Nothing to check: it does not read the agent's tokens."""

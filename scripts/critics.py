@@ -20,8 +20,8 @@ from colbench import domain_of, task_id  # noqa: E402
 from lib import data, statistics  # noqa: E402
 from lib.flags import add_reference, argument_parser, text_flag  # noqa: E402
 from lib.load import load_model  # noqa: E402
+from lib.logps import action_outputs, ActionModel, load_whole
 from lib.runtime import InputError, run_stage, say, start, write_json  # noqa: E402
-from lib.scorer import action_outputs, load_whole, Scorer
 from lib.tokens import encode, end_of_turn, prompt_text, tokenizer_name  # noqa: E402
 
 MAX_TOKENS = 16384               # of a batch, and of a dialogue
@@ -57,9 +57,9 @@ def measure_gates(trajectories, domain, model_name, device):
             kinds.append(kind)
             items.append(common.trajectory_sequences(tokenizer, [turn]))
             items_with_c.append(common.trajectory_sequences(tokenizer, [turn], task))
-    scorer = Scorer(model)
-    logps = action_outputs(scorer, items, MAX_TOKENS)                                        # (1,) each
-    logps_with_c = action_outputs(scorer, items_with_c, MAX_TOKENS)
+    action_model = ActionModel(model)
+    logps = action_outputs(action_model, items, MAX_TOKENS)                                  # (1,) each
+    logps_with_c = action_outputs(action_model, items_with_c, MAX_TOKENS)
     by_kind = {}
     for kind, without_c, with_c in zip(kinds, logps, logps_with_c):
         by_kind.setdefault(kind, []).append((without_c.item(), with_c.item()))

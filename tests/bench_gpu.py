@@ -29,8 +29,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from lib import memory, training  # noqa: E402
 from lib.engine import Engine  # noqa: E402
 from lib.load import add_adapter, import_peft, shard, Sharding
+from lib.logps import ActionModel, collate, Sequence
 from lib.runtime import peak_memory_mb, start  # noqa: E402
-from lib.scorer import collate, Scorer, Sequence
 
 PEAK = 989e12                                   # FLOP/s of an H100 or H200, bfloat16
 NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
@@ -48,13 +48,13 @@ def config_of(shape):
                                     max_position_embeddings=16384)
 
 
-def random_scorer(shape, device, dtype=torch.bfloat16, lora=None):
-    """A Scorer of random weights."""
+def random_model(shape, device, dtype=torch.bfloat16, lora=None):
+    """An ActionModel of random weights."""
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
         if lora:
             add_adapter(model, lora)
-    return Scorer(model)
+    return ActionModel(model)
 
 
 def random_items(number, num_prompt, num_action, num_actions):
@@ -94,14 +94,14 @@ def train(name, is_tiny, device):
         shape, form, num_rows = "tiny", (form[0] // 20, 9, form[2]), 2
     lora = import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None
     sharding = Sharding("bfloat16", compile=bool(compiled))
-    scorer = random_scorer(shape, device, torch.bfloat16 if lora else torch.float32, lora).train()
-    shard(scorer, start(0), sharding)
-    optimizer, items = training.adamw(scorer, 1e-6), random_items(num_rows, *form)
+    action_model = random_model(shape, device, torch.bfloat16 if lora else torch.float32, lora).train()
+    shard(action_model, start(0), sharding)
+    optimizer, items = training.adamw(action_model, 1e-6), random_items(num_rows, *form)
 
     def step(items=items):
-        values = scorer(collate(items, device))                     # (B, M)
+        values = action_model(collate(items, device))               # (B, M)
         (-F.logsigmoid(.1 * values).mean()).backward()              # the losses of 03 and 04 cost no more
-        torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(action_model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     first_s = seconds_of(step, 2, device)
@@ -110,7 +110,7 @@ def train(name, is_tiny, device):
         first_s += seconds_of(lambda: step(next(others)), 2, device)
     seconds = statistics.median(seconds_of(step, 5, device))
     row_tokens = len(items[0][0].ids)
-    num_flop = (4 if rank else 6) * num_parameters(scorer.model) * num_rows * row_tokens
+    num_flop = (4 if rank else 6) * num_parameters(action_model.model) * num_rows * row_tokens
     planned = memory.PlannedStep(1, sharding, num_rows, row_tokens, False, form[0] > 0, lora)
     plan = memory.memory_plan(memory.planned_model(config_of(shape), planned), planned)
     yield {"model": shape, "first_s": first_s, "tokens_per_s": num_rows * row_tokens / seconds, "ms": 1000 * seconds,
@@ -137,7 +137,7 @@ def train_by_trl(name, is_tiny, device):
             begins.append(time.perf_counter())
             return super().training_step(*arguments)
 
-    model = random_scorer("tiny" if is_tiny else "1B", device, torch.float32).model
+    model = random_model("tiny" if is_tiny else "1B", device, torch.float32).model
     settings = trl.DPOConfig(
         "/tmp/bench_gpu_trl", max_steps=8, per_device_train_batch_size=16, bf16=device.type == "cuda", max_length=None,
         use_cpu=device.type == "cpu", precompute_ref_log_probs=True, precompute_ref_batch_size=8, report_to="none",
@@ -153,7 +153,7 @@ def decode(name, is_tiny, device):
     numbers = torch.ones(2 ** (20 if is_tiny else 31), dtype=torch.bfloat16, device=device)
     bandwidth = numbers.nbytes / min(seconds_of(numbers.sum, 8, device))                    # bytes a second
     del numbers
-    model = random_scorer("tiny" if is_tiny else "8B", device).eval().model
+    model = random_model("tiny" if is_tiny else "8B", device).eval().model
     config, num_tokens = model.config, PROMPT_TOKENS + NEW_TOKENS * 3 // 4
     kept = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * num_tokens      # bytes a row
     for num_rows in [3] if is_tiny else [64, 16, 256, 1]:

@@ -307,7 +307,7 @@ def load_untrained(load=None, max_tokens=4096):
 
 
 def loaded(critic, load=None, max_tokens=4096):
-    from lib.scorer import load_whole
+    from lib.logps import load_whole
     critic.load(load or load_whole("cpu"), max_tokens)
     return critic
 

@@ -31,8 +31,8 @@ from conftest import (
 from lib import tokens, training
 from lib.data import read_trajectories
 from lib.load import load_model
+from lib.logps import action_lengths, ActionModel, collate, HeadModel, Sequence
 from lib.runtime import InputError
-from lib.scorer import action_lengths, collate, HeadScorer, Scorer, Sequence
 from lib.tokens import agent_turns, render_chat
 
 critic_stage = stage(3)
@@ -63,7 +63,7 @@ def test_scores_of_actions_by_hand(tiny, monkeypatch, normalize, scores):
     critic = common.LogRatioCritic("x", "y", tiny[1], normalize=normalize)
     outputs = iter([[torch.tensor([-2.0, -6.0])], [torch.tensor([-4.0, -3.0])]])     # of the critic, of its reference
     monkeypatch.setattr(common, "action_outputs", lambda *_: next(outputs))
-    critic.scorer = critic.ref_scorer = Scorer(tiny[0])
+    critic.model = critic.ref_model = ActionModel(tiny[0])
     critic.max_tokens = 4096
     state = common.State("?", FUNCTION, [], [[5, 5, 5, 5], [6], [5, 5, 5, 5]], [])
     assert critic.score_actions([state]) == [[*scores, scores[0]]]
@@ -121,7 +121,7 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tiny):
     same = loaded(common.LogRatioCritic(str(BASE), str(BASE), tiny[1]))
     assert same.score_actions([state]) == [[0.0, 0.0]]
     broken = load_untrained()
-    broken.scorer.model.model.norm.weight.data[0] = float("nan")
+    broken.model.model.model.norm.weight.data[0] = float("nan")
     with pytest.raises(InputError, match="tiny: its scores are not finite; train this critic again"):
         broken.score_actions([state])
 
@@ -143,7 +143,7 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, score, tiny):
     critic = load_critic(out)
     states = [state_of(read(workspace / "offline.jsonl")[0], [7, 8], [7, 8])]
     (a, b, c), = critic.score_actions(states)
-    critic.scorer.takes_trees = False
+    critic.model.takes_trees = False
     (plain, *_), = critic.score_actions(states)
     assert b == c != a and a == pytest.approx(plain, abs=1e-5)
 
@@ -166,13 +166,13 @@ def test_a_heads_values_by_hand(tiny):
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     hidden = model.get_decoder()(input_ids=ids).last_hidden_state[0]
     batch = collate([[Sequence([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [Sequence([5, 6, 7], [-1, 0, 0])]])
-    scorer = HeadScorer(model)
-    assert scorer(batch).abs().max() == 0                            # untrained
-    torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(0))
-    torch.nn.init.constant_(scorer.head.bias, 0.5)
-    values = scorer(batch)
-    assert torch.allclose(values[0, 0], scorer.head(hidden[1:3].mean(0)), atol=1e-4)
-    assert torch.allclose(values[0, 1], scorer.head(hidden[4]), atol=1e-4)
+    action_model = HeadModel(model)
+    assert action_model(batch).abs().max() == 0                      # untrained
+    torch.nn.init.normal_(action_model.head.weight, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.constant_(action_model.head.bias, 0.5)
+    values = action_model(batch)
+    assert torch.allclose(values[0, 0], action_model.head(hidden[1:3].mean(0)), atol=1e-4)
+    assert torch.allclose(values[0, 1], action_model.head(hidden[4]), atol=1e-4)
     assert torch.allclose(values[1, 0], values[0, 0], atol=1e-4) and values[1, 1] == 0
 
 
@@ -262,9 +262,9 @@ def test_what_is_trained_and_measured_where_some_is_too_long(workspace, tmp_path
     """Held-out tasks are measured alone; references and returns are those of their examples; who reads c. (Training and
     passes of the reference have stand-ins.)"""
     seen, sees_c = {}, "--critic-sees-c" not in more
-    monkeypatch.setattr(critic_stage, "reference_logps", lambda folder, scorer, examples, _: examples)
+    monkeypatch.setattr(critic_stage, "reference_logps", lambda folder, action_model, examples, _: examples)
     monkeypatch.setattr(critic_stage, "train", lambda _, *found: seen.update(trained=found))
-    monkeypatch.setattr(critic_stage, "held_out_accuracy", lambda _, *found: seen.update(measured=found) or 0.5)
+    monkeypatch.setattr(critic_stage, "pair_accuracy", lambda _, *found: seen.update(measured=found) or 0.5)
     printed = call(3, *flags(workspace, tmp_path, "--score", score, "--held-out-frac", 0.4, "--max-length", 252, *more))
     (trained, refs, returns, *_), (held_out, held_out_refs, *_) = seen["trained"], seen["measured"]
     assert ("longer than --max-length" in printed) == sees_c         # c makes them longer

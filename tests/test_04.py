@@ -29,8 +29,8 @@ from conftest import (
 )
 from lib import data, training
 from lib.data import read_trajectories
+from lib.logps import batch_pairs, collate, items_of, Sequence, without_trees
 from lib.runtime import InputError
-from lib.scorer import batch_pairs, collate, items_of, Sequence, without_trees
 from lib.seeds import uniforms
 from lib.tokens import agent_turns, encode
 from lib.training import preference_metrics
@@ -345,7 +345,8 @@ def test_the_policy_reads_c_where_the_agent_that_it_imitates_did(workspace, data
         has_c = ["The function that this person needs" in tiny[1].decode(item[0].ids) for item in items]
         imitated = [row["informed"] for row in rows if method == "sft" or row["reward"] == 1]
         assert has_c == (imitated if method != "mtdpo" else [False] * len(items))
-        assert [example.pairs for example in examples] == [[((0, 0), (1, 0))] * (method == "mtdpo")] * len(examples)
+        pairs = [((0, 0), (1, 0))] * (method == "mtdpo")
+        assert [example.action_pairs for example in examples] == [pairs] * len(examples)
 
 
 def test_rft_trains_on_successes_alone(workspace, tmp_path):

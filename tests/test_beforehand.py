@@ -6,7 +6,7 @@ import common
 from colbench import backend, own
 from conftest import FUNCTION, stage, turns
 from lib import beforehand
-from lib.scorer import Sequence
+from lib.logps import Sequence
 
 
 def test_the_order_of_an_untrained_model_by_hand(capsys):

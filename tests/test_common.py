@@ -20,8 +20,8 @@ from lib.data import read_tasks, read_trajectories
 from lib.engine import Engine
 from lib.fast import WIDTH_STEP
 from lib.load import load_tokenizer
+from lib.logps import action_outputs, ActionModel, collate, HeadModel, Sequence
 from lib.runtime import InputError
-from lib.scorer import action_outputs, collate, HeadScorer, Scorer, Sequence
 from lib.tokens import (
     AGENT,
     agent_messages,
@@ -140,12 +140,12 @@ def test_collate_pads_on_the_right():
 
 def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny):
     items = [[Sequence([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [Sequence([5, 6, 7], [-1, 0, 0])]]
-    expected = Scorer(tiny[0])(collate(items))
+    expected = ActionModel(tiny[0])(collate(items))
     monkeypatch.setitem(WIDTH_STEP, "cpu", 8)
     batch = collate(items)
     assert batch.ids.shape == batch.action_ids.shape == (2, 8) and batch.mask.shape == (2, 1, 8, 8)
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 0, 0, 0]   # no model needs positions for padding
-    torch.testing.assert_close(Scorer(tiny[0])(batch), expected)
+    torch.testing.assert_close(ActionModel(tiny[0])(batch), expected)
 
 
 def test_action_logps_in_batches_against_a_plain_softmax(tiny):
@@ -155,10 +155,10 @@ def test_action_logps_in_batches_against_a_plain_softmax(tiny):
              (f"{U}the price of the fee{E}{A}", ids_of(tokenizer, "▁Thanks▁", "▁the▁", "▁fee▁", E))]
     items = [common.trajectory_sequences(tokenizer, [turn]) for turn in turns]
     expected = torch.stack([token_logps_after(tiny, *turn).sum() for turn in turns])
-    scorer, modes = Scorer(tiny[0]).train(), []
-    scorer.register_forward_pre_hook(lambda module, _: modes.append(module.training))
-    found = torch.cat(action_outputs(scorer, items, 20))
-    assert set(modes) == {False} and scorer.training                # without dropout
+    action_model, modes = ActionModel(tiny[0]).train(), []
+    action_model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    found = torch.cat(action_outputs(action_model, items, 20))
+    assert set(modes) == {False} and action_model.training          # without dropout
     tiny[0].eval()
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
 
@@ -290,8 +290,8 @@ def fake_model():
 
 @needs_cuda_build
 @pytest.mark.parametrize("prompt_length", [None, 2], ids=["rows", "trees"])
-@pytest.mark.parametrize("kind", [Scorer, HeadScorer])
-def test_a_scorer_on_fake_cuda_mixes_no_devices(kind, prompt_length):
+@pytest.mark.parametrize("kind", [ActionModel, HeadModel])
+def test_an_action_model_on_fake_cuda_mixes_no_devices(kind, prompt_length):
     batch = collate([[Sequence([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], prompt_length)],
                             [Sequence([5, 6, 7], [-1, -1, 0], prompt_length)]])
     tensors = {name: value for name, value in batch._asdict().items() if isinstance(value, torch.Tensor)}

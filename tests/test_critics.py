@@ -24,7 +24,7 @@ from conftest import (
     turns,
     write,
 )
-from lib.scorer import Sequence
+from lib.logps import Sequence
 
 critics = importlib.import_module("scripts.critics")
 
@@ -133,9 +133,9 @@ def test_pair_accuracy_by_hand(monkeypatch, score, accuracy):
         examples.append(common.Example(items, [], "a"))
         outputs.append([torch.tensor(values) + reference for values in pair])
         ref_values.append([torch.full((len(values),), 7.0) for values in pair])
-    monkeypatch.setattr(stage(3), "example_outputs", lambda scorer, *_: outputs)
+    monkeypatch.setattr(stage(3), "example_outputs", lambda action_model, *_: outputs)
     critic = types.SimpleNamespace(score=score, normalize="turn")
-    assert stage(3).held_out_accuracy(None, examples, ref_values, critic, 4096) == pytest.approx(accuracy)
+    assert stage(3).pair_accuracy(None, examples, ref_values, critic, 4096) == pytest.approx(accuracy)
 
 
 def test_the_correlation_with_returns_by_hand():

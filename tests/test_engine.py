@@ -167,7 +167,7 @@ def test_bfloat16(tiny):
 
 
 def test_logits_are_float32_sums_as_in_scores(tiny, monkeypatch):
-    """In bfloat16, too: the product of Scorer and engine is one."""
+    """In bfloat16, too: the product of ActionModel and engine is one."""
     model, sampled, forward = copy.deepcopy(tiny[0]).bfloat16(), [], Engine.forward
     projection, expected = projection_of(model), []
 

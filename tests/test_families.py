@@ -16,8 +16,8 @@ import lib.load
 from conftest import BASE, call, critic_note, load_critic, read
 from lib.fast import WIDTH_STEP
 from lib.load import load_model, load_tokenizer, lora_config, most_positions, save_model, shard, Sharding, takes_masks
+from lib.logps import action_outputs, ActionModel, collate, load_sharded, Sequence, without_trees
 from lib.runtime import InputError, start
-from lib.scorer import action_outputs, collate, load_sharded, Scorer, Sequence, without_trees
 from lib.tokens import encode, stop_ids
 from server import generate
 
@@ -75,14 +75,14 @@ def folder_of(model, tokenizer, path):
     return str(path)
 
 
-def scorer_of(folder, dtype="float32", lora=None):
+def action_model_of(folder, dtype="float32", lora=None):
     """As it is loaded for training."""
     return load_sharded(folder, start(0), Sharding(dtype), lora)
 
 
 def assert_refused(folder, message):
     """However it is loaded."""
-    for load in (scorer_of, lambda folder: load_model(folder, "cpu")):
+    for load in (action_model_of, lambda folder: load_model(folder, "cpu")):
         with pytest.raises(InputError, match=message):
             load(folder)
 
@@ -117,11 +117,11 @@ def test_log_probabilities_and_samples_are_the_models_own(tokenizer, tree, famil
     gradients = [parameter.grad.clone() for parameter in trained]
     other = "<|user|>the fee<|end|><|assistant|>"                    # a second row: padding
     items = [tree, common.actions_item(tokenizer, other, ACTIONS[:2])]
-    scorer = Scorer(model)
-    for takes_trees in {scorer.takes_trees, False}:
-        scorer.takes_trees = takes_trees
+    action_model = ActionModel(model)
+    for takes_trees in {action_model.takes_trees, False}:
+        action_model.takes_trees = takes_trees
         model.zero_grad()
-        logps, [*_, missing] = scorer(scorer.collate(items, "cpu"))
+        logps, [*_, missing] = action_model(action_model.collate(items, "cpu"))
         torch.testing.assert_close(logps, expected, atol=1e-4, rtol=0)
         assert missing == 0                                         # the second has two actions alone
         logps.pow(2).sum().backward()
@@ -151,7 +151,7 @@ def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype)
     model = model_of(family)
     model.generation_config.eos_token_id = [780, 17]
     base = folder_of(model, tokenizer, tmp_path / "base")
-    save_model(tmp_path / "saved", scorer_of(base, dtype).model, tokenizer)
+    save_model(tmp_path / "saved", action_model_of(base, dtype).model, tokenizer)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert saved.dtype == torch.float32 and saved.generation_config.eos_token_id == [780, 17]
     assert saved.config.tie_word_embeddings == model.config.tie_word_embeddings
@@ -161,17 +161,17 @@ def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype)
 
 def test_an_adapter_of_transposed_weights_is_merged(tokenizer, tree, tmp_path):
     folder = folder_of(model_of("gpt2"), tokenizer, tmp_path / "base")
-    scorer = scorer_of(folder, lora=lora_config(folder, 4, None, False)).eval()
-    for name, parameter in scorer.named_parameters():
+    action_model = action_model_of(folder, lora=lora_config(folder, 4, None, False)).eval()
+    for name, parameter in action_model.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     batch = collate([tree])
     with torch.no_grad():
-        expected = scorer(batch)
+        expected = action_model(batch)
         for out, merge in (("adapter", False), ("whole", True)):
-            save_model(tmp_path / out, scorer.model, tokenizer, merge)
+            save_model(tmp_path / out, action_model.model, tokenizer, merge)
             model, _ = load_model(str(tmp_path / out), "cpu")
-            torch.testing.assert_close(Scorer(model)(batch), expected, atol=1e-3, rtol=0)
+            torch.testing.assert_close(ActionModel(model)(batch), expected, atol=1e-3, rtol=0)
 
 
 def test_an_adapter_of_experts_is_refused_before_training(tokenizer, tmp_path):
@@ -202,20 +202,21 @@ def test_layers_are_computed_again_in_evaluation_mode_too(tree):
     """--activation-checkpointing, with the same gradients."""
     gradients, num_passes = [], []
     for again in (False, True):
-        scorer = Scorer(model_of("llama"))
-        shard(scorer, start(0), Sharding(activation_checkpointing=again)).eval()
-        scorer.model.model.layers[0].self_attn.register_forward_hook(lambda *_, again=again: num_passes.append(again))
-        scorer(collate([tree])).pow(2).sum().backward()
-        gradients.append([parameter.grad for parameter in scorer.parameters()])
+        action_model = ActionModel(model_of("llama"))
+        shard(action_model, start(0), Sharding(activation_checkpointing=again)).eval()
+        attention = action_model.model.model.layers[0].self_attn
+        attention.register_forward_hook(lambda *_, again=again: num_passes.append(again))
+        action_model(collate([tree])).pow(2).sum().backward()
+        gradients.append([parameter.grad for parameter in action_model.parameters()])
     assert num_passes == [False, True, True] and all(map(torch.equal, *gradients))
 
 
 def test_layers_that_are_computed_again_are_compiled(tree):
-    scorer = Scorer(model_of("qwen3, window"))
-    shard(scorer, start(0), Sharding(activation_checkpointing=True)).eval()
-    scorer.model.model.layers[0].compile(backend="eager")
+    action_model = ActionModel(model_of("qwen3, window"))
+    shard(action_model, start(0), Sharding(activation_checkpointing=True)).eval()
+    action_model.model.model.layers[0].compile(backend="eager")
     counters.clear()
-    scorer(collate([tree])).sum().backward()
+    action_model(collate([tree])).sum().backward()
     assert counters["stats"]["calls_captured"] > 0 and not counters["graph_break"]
 
 
@@ -226,12 +227,12 @@ def test_what_is_longer_than_the_model_takes_is_one_line(tokenizer, tmp_path):
     model = model_of("gpt2")                                         # has 256 positions, and no others
     fitting = common.actions_item(tokenizer, PROMPT, [[33] * 150, [34] * 180, [60, 780]])
     assert len(fitting[0].ids) > 256
-    logps = action_outputs(Scorer(model), [fitting], 4096)
+    logps = action_outputs(ActionModel(model), [fitting], 4096)
     assert logps[0].isfinite().all()
     tree = common.actions_item(tokenizer, PROMPT, [[33] * 240, [60, 780]])
     for long in (tree, without_trees(tree)):
         with pytest.raises(InputError, match=r"takes 256 tokens, and a prompt with its action has up to \d+ "):
-            action_outputs(Scorer(model), [long], 4096)
+            action_outputs(ActionModel(model), [long], 4096)
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4,
@@ -255,14 +256,15 @@ def test_no_number_depends_on_how_long_its_neighbours_are(tokenizer, family, ste
         logps = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])
     expected = logps[len(start) - 1:].sum()
     tree = common.actions_item(tokenizer, prompt, [[40] * 30, [50] * 40, [60] * 55])
-    scorer, alone = Scorer(model), []
+    action_model, alone = ActionModel(model), []
     for item in (row, tree):
-        alone += action_outputs(scorer, [item], 4096)
+        alone += action_outputs(action_model, [item], 4096)
     torch.testing.assert_close(alone[0][0], expected, atol=1e-3, rtol=0)
-    for found in (action_outputs(scorer, [row, tree], 4096), action_outputs(scorer, [tree, row], 4096)[::-1]):
+    found_reversed = action_outputs(action_model, [tree, row], 4096)
+    for found in (action_outputs(action_model, [row, tree], 4096), found_reversed[::-1]):
         torch.testing.assert_close(torch.cat(found), torch.cat(alone), atol=1e-3, rtol=0)
     with pytest.raises(InputError, match="takes 64 tokens"):
-        action_outputs(scorer, [row, [Sequence([33] * 65, [-1] + [0] * 64)]], 4096)
+        action_outputs(action_model, [row, [Sequence([33] * 65, [-1] + [0] * 64)]], 4096)
     prompts = [start, [33] * 40, [50] * 56]
     uniforms = torch.full((3, 8), .5)
     together = generate(model, prompts, uniforms, 1.0, [])
@@ -323,7 +325,7 @@ def test_a_quantised_folder_is_the_numbers_that_it_stands_for(tokenizer, tmp_pat
     monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer."
                         "validate_environment", lambda *_, **__: None)
     model, _ = load_model(str(tmp_path / "base"), "cpu")
-    save_model(tmp_path / "saved", scorer_of(str(tmp_path / "base")).model, tokenizer)
+    save_model(tmp_path / "saved", action_model_of(str(tmp_path / "base")).model, tokenizer)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     for name, tensor in stands_for.items():
         assert torch.equal(model.get_parameter(name), tensor) and torch.equal(saved[name], tensor)

@@ -31,7 +31,7 @@ from conftest import (
 from lib import data, training
 from lib.data import read_trajectories
 from lib.load import Projection
-from lib.scorer import Sequence
+from lib.logps import Sequence
 from lib.tokens import encode, prompt_text
 
 grpo, distill, gain, answers = MODULES = [fork(name) for name in ("grpo", "distill", "gain", "answers")]

@@ -74,7 +74,7 @@ def test_the_training_loops_of_03_and_04_differ_by_the_method():
         "for step, batch_numbers in loop.steps():",
         "for micro, weights in training.rank_batches(batch_numbers, examples, job):",
         "micro_examples = [examples[i] for i in micro]",
-        "batch = scorer.collate(items_of(micro_examples), job.run.device)",
+        "batch = action_model.collate(items_of(micro_examples), job.run.device)",
         "loop.backward(terms, weights / num_terms)", "loop.update(step)"]
     for path in STAGES[2:4]:                                         # from the flags to the loop: a screen
         assert len(lines_of(path, "main")) <= 65 and len(lines_of(path, "train")) <= 50

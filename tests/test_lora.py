@@ -23,8 +23,8 @@ from lib.load import (
     save_model,
     Sharding,
 )
+from lib.logps import action_outputs, ActionModel, collate, HeadModel, load_sharded, load_whole, Sequence
 from lib.runtime import InputError, start
-from lib.scorer import action_outputs, collate, HeadScorer, load_sharded, load_whole, Scorer, Sequence
 from lib.training import adamw, Checkpoints
 
 LORA, DPO = ["--lora", 4], ["--method", "mtdpo"]
@@ -37,14 +37,14 @@ def flags(data, out, *more):
             *more]
 
 
-def outputs_of(scorer):
+def outputs_of(action_model):
     """Numbers of AN_ITEM's turns."""
-    return action_outputs(scorer, AN_ITEM, 4096)[0]
+    return action_outputs(action_model, AN_ITEM, 4096)[0]
 
 
 def values_of(folder, dtype="float32"):
     """outputs_of the model of a folder, loaded whole (02)."""
-    return outputs_of(Scorer(load_model(str(folder), "cpu", dtype)[0]))
+    return outputs_of(ActionModel(load_model(str(folder), "cpu", dtype)[0]))
 
 
 def with_tensors(folder, tensors, out):
@@ -102,11 +102,11 @@ def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
 def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
     """In bfloat16: base weights in bfloat16, adapters and the optimiser's state in float32, two numbers for each."""
     config = lora_config(str(BASE), 4, None, False)
-    scorer = load_sharded(str(BASE), start(0), Sharding("bfloat16"), config, HeadScorer)
-    optimizer = adamw(scorer, 1e-2)
-    scorer(collate(AN_ITEM)).sum().backward()
+    action_model = load_sharded(str(BASE), start(0), Sharding("bfloat16"), config, HeadModel)
+    optimizer = adamw(action_model, 1e-2)
+    action_model(collate(AN_ITEM)).sum().backward()
     optimizer.step()
-    state, parameters = Checkpoints(tmp_path, scorer, optimizer).state(), dict(scorer.named_parameters())
+    state, parameters = Checkpoints(tmp_path, action_model, optimizer).state(), dict(action_model.named_parameters())
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     assert trained == set(state["model"]) and all(".lora_" in name or name.startswith("head.") for name in trained)
     assert len(trained) == 3 * 7 * 2 + 2
@@ -114,8 +114,8 @@ def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
         assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
     assert set(state["optimizer"]["state"]) == trained
     assert all(values["exp_avg"].dtype == torch.float32 for values in state["optimizer"]["state"].values())
-    adapted = load_untrained(lambda *_, **__: scorer)               # an agent
-    assert adapted.ref_scorer is scorer
+    adapted = load_untrained(lambda *_, **__: action_model)         # an agent
+    assert adapted.ref_model is action_model
 
 
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(data, tmp_path, critic):
@@ -145,13 +145,13 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
     for load in (load_whole("cpu", dtype), load_split):
         expected = outputs_of(load(str(BASE)))
         if dtype == "float32":
-            assert torch.equal(expected, outputs_of(Scorer(tiny[0])))
+            assert torch.equal(expected, outputs_of(ActionModel(tiny[0])))
         loaded = load_critic(critic, load=load)
-        assert loaded.ref_scorer is loaded.scorer
+        assert loaded.ref_model is loaded.model
         for _ in range(2):                                          # on again, and off again
-            assert (outputs_of(loaded.scorer) - expected).abs().max() > 1e-3
-            with adapter_off(loaded.ref_scorer.model):
-                assert torch.equal(outputs_of(loaded.ref_scorer), expected)
+            assert (outputs_of(loaded.model) - expected).abs().max() > 1e-3
+            with adapter_off(loaded.ref_model.model):
+                assert torch.equal(outputs_of(loaded.ref_model), expected)
 
 
 def test_the_reference_of_an_untrained_agent_s_adapter_has_the_adapter(data, policy):
@@ -159,10 +159,10 @@ def test_the_reference_of_an_untrained_agent_s_adapter_has_the_adapter(data, pol
     row = read(data / "demos.jsonl")[0]
     critic = loaded(common.open_critic(common.UNTRAINED, str(policy), None), load_whole("cpu", "bfloat16"))
     state = common.State("<|user|>?<|end|><|assistant|>", row["task"], [], [[7, 8, 9]], [])
-    logps, ref_logps = (action_outputs(critic.scorer, critic.state_items([state], sees_c), 4096)[0]
+    logps, ref_logps = (action_outputs(critic.model, critic.state_items([state], sees_c), 4096)[0]
                         for sees_c in (True, False))
-    with adapter_off(critic.scorer.model):
-        [off] = action_outputs(critic.scorer, critic.state_items([state], False), 4096)
+    with adapter_off(critic.model.model):
+        [off] = action_outputs(critic.model, critic.state_items([state], False), 4096)
     assert critic.score_actions([state]) == [[pytest.approx((logps - ref_logps).item() / 3, abs=1e-6)]]
     assert (off - ref_logps).abs().item() > 1e-3
 
@@ -176,7 +176,7 @@ def test_peft_reads_the_folder_and_finds_the_same_values(policy):
     assert config["target_modules"] == sorted(config["target_modules"]) and len(config["target_modules"]) == 7
     theirs = AutoPeftModelForCausalLM.from_pretrained(policy).base_model.model.eval()
     values = values_of(policy)
-    torch.testing.assert_close(values, outputs_of(Scorer(theirs)), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(values, outputs_of(ActionModel(theirs)), atol=1e-4, rtol=1e-5)
     assert (values - values_of(BASE)).abs().max() > 1e-2
     assert not (policy / "model.safetensors").exists() and (policy / "chat_template.jinja").exists()
 
@@ -304,7 +304,7 @@ def test_bfloat16_keeps_small_adapters(policy, tmp_path):
             assert (found - expected).norm() < 0.01 * expected.norm(), name
             checked += 1
     assert checked == 21 and {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    torch.testing.assert_close(outputs_of(Scorer(model)), values_of(small), atol=0.3, rtol=0.02)
+    torch.testing.assert_close(outputs_of(ActionModel(model)), values_of(small), atol=0.3, rtol=0.02)
 
 
 def check_merged(merged, apart, atol):
@@ -327,9 +327,9 @@ def test_merged_is_the_float32_base_and_the_adapter(data, tmp_path, policy_of_tw
     succeed("04_train_policy.py", *DPO, *flags(data, tmp_path / "two", "--merge"), ranks=2)
     check_merged(tmp_path / "two", policy_of_two_ranks, 1e-5)
     assert not (tmp_path / "two" / "initial").exists()
-    scorer = load_sharded(str(BASE), start(0), Sharding("bfloat16"), lora_config(str(BASE), 4, None, False))
-    lib.load.load_adapter(scorer.model, policy)
-    save_model(tmp_path / "one", scorer.model, tiny[1], merge=True)
+    action_model = load_sharded(str(BASE), start(0), Sharding("bfloat16"), lora_config(str(BASE), 4, None, False))
+    lib.load.load_adapter(action_model.model, policy)
+    save_model(tmp_path / "one", action_model.model, tiny[1], merge=True)
     check_merged(tmp_path / "one", policy, 1e-6)
 
 
@@ -376,9 +376,9 @@ def test_a_head_is_trained_beside_the_adapter(data, tmp_path, tiny):
     call(3, *flags(data, out, "--score", "value"))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     loaded = load_critic(out)
-    assert loaded.scorer.head.weight.abs().max() > 1e-3
+    assert loaded.model.head.weight.abs().max() > 1e-3
     assert largest_b(adapter(out)) > 1e-3
-    assert len(set(outputs_of(loaded.scorer).tolist())) == 2
+    assert len(set(outputs_of(loaded.model).tolist())) == 2
 
 
 def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tmp_path):

@@ -24,7 +24,7 @@ from lib import engine as engine_module
 from lib.engine import Engine
 from lib.fast import takes_grouped_queries, use_grouped_attention
 from lib.load import load_tokenizer, Projection
-from lib.scorer import action_outputs, Scorer, token_logps, without_trees
+from lib.logps import action_outputs, ActionModel, token_logps, without_trees
 from lib.seeds import uniforms
 
 DEVICE = "cpu" if os.environ.get("GPU_TESTS_ON_CPU") else "cuda"
@@ -52,10 +52,10 @@ def test_log_probabilities_of_rows_and_of_a_tree(dtype):
     lengths = torch.tensor([len(action) for action in ACTIONS * 2])
 
     def logps(device, dtype):
-        scorer = Scorer(small_model(device, dtype)).eval()
+        action_model = ActionModel(small_model(device, dtype)).eval()
         if dtype == "bfloat16" and device == "cuda" and takes_grouped_queries():
-            use_grouped_attention(scorer.model)
-        return torch.cat(action_outputs(scorer, items, 4096)) / lengths                               # (6,) a token
+            use_grouped_attention(action_model.model)
+        return torch.cat(action_outputs(action_model, items, 4096)) / lengths                         # (6,) a token
     tolerance = TOLERANCES[dtype]["logp"]
     found = logps(DEVICE, dtype)
     torch.testing.assert_close(found, logps("cpu", "float32"), atol=tolerance, rtol=0)

@@ -8,7 +8,7 @@ import pytest
 import common
 from conftest import BASE, turns
 from lib.load import load_tokenizer
-from lib.scorer import action_outputs, reference_logps, Scorer
+from lib.logps import action_outputs, ActionModel, reference_logps
 from lib.tokens import agent_turns, check_prompt, continuation, decode, encode, note_prompt, render_chat, stop_ids
 
 USER, REPLY = turns("the fee", "What fee?")
@@ -168,10 +168,10 @@ def test_contents_are_text_whatever_they_contain(name):
 
 def test_reference_log_probabilities_are_those_of_the_examples(tiny, tmp_path):
     """A template with a date makes other tokens tomorrow: what an interrupted run has kept is then made again."""
-    scorer = Scorer(tiny[0])
+    action_model = ActionModel(tiny[0])
     item = common.actions_item(tiny[1], "<|user|>the fee<|end|><|assistant|>", [[5, 6], [7]])
     other = [item[0]._replace(ids=[8, *item[0].ids[1:]])]
     for rows in (item, item, other):
-        [[logps]] = reference_logps(tmp_path / "ref.pt", scorer, [common.Example([rows], [], "t")], 4096)
-        [expected] = action_outputs(scorer, [rows], 4096)
+        [[logps]] = reference_logps(tmp_path / "ref.pt", action_model, [common.Example([rows], [], "t")], 4096)
+        [expected] = action_outputs(action_model, [rows], 4096)
         assert logps.tolist() == expected.tolist()

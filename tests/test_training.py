@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mi
 import common
 import lib.fast
 import lib.load
+import lib.logps
 import lib.memory
-import lib.scorer
 from compare import assert_same_steps, furthest, greatest_difference, set_weights, weights
 from conftest import BASE, begin, begin_ranks, call, ended, job_of, policy_flags, read, succeed
 from lib.fast import use_grouped_attention
 from lib.load import add_adapter, import_peft, load_model, Projection, save_model, Sharding
+from lib.logps import action_sums, ActionModel, collate, load_sharded, Sequence, token_logps, without_trees
 from lib.memory import memory_plan, planned_model, PlannedStep
 from lib.runtime import InputError, Runtime, start
-from lib.scorer import action_sums, collate, load_sharded, Scorer, Sequence, token_logps, without_trees
 from lib.training import adamw, Checkpoints, epoch_batches, learning_rate, Loop, rank_batches
 
 WHOLE, HALF = Sharding(), Sharding(dtype="bfloat16")
@@ -37,7 +37,7 @@ def load(folder, sharding=WHOLE):
 
 
 def load_whole(folder):
-    return Scorer(load_model(str(folder), "cpu")[0])
+    return ActionModel(load_model(str(folder), "cpu")[0])
 
 
 def refused_by_all(folder, message):
@@ -67,16 +67,16 @@ def a_batch(tokenizer):
 # --- shards and files
 
 @pytest.mark.parametrize("prefix, dtype", [("model.", "float32"), ("", "float32"), ("model.", "bfloat16")])
-def test_a_loaded_scorer_is_the_model_in_float32(tmp_path, prefix, dtype):
+def test_a_loaded_action_model_is_the_model_in_float32(tmp_path, prefix, dtype):
     """Values and gradients, also of files that name the tensors of the decoder alone, and of half precision."""
     model, tokenizer = load_model(str(BASE), "cpu", dtype)
     save_model(tmp_path, model, tokenizer)
     tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in weights(tmp_path).items()}
     set_weights(tmp_path, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()})
     results = []
-    for scorer in (load(tmp_path), Scorer(model.float())):
-        values = scorer(a_batch(tokenizer))
-        results.append([values, *torch.autograd.grad(values.sum(), list(scorer.parameters()))])
+    for action_model in (load(tmp_path), ActionModel(model.float())):
+        values = action_model(a_batch(tokenizer))
+        results.append([values, *torch.autograd.grad(values.sum(), list(action_model.parameters()))])
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
     assert {gradient.dtype for gradient in results[0]} == {torch.float32}
 
@@ -93,7 +93,7 @@ def test_a_head_of_its_own_stays_although_the_config_ties_it(tiny, tmp_path, sha
     save_model(tmp_path / "saved", loaded.model, tiny[1])
     assert torch.equal(weights(tmp_path / "saved")["lm_head.weight"], tensors["lm_head.weight"])
     assert torch.equal(load_whole(tmp_path / "saved")(batch), expected)
-    assert (expected - Scorer(tiny[0])(batch)).abs().max() > 1
+    assert (expected - ActionModel(tiny[0])(batch)).abs().max() > 1
     torch.testing.assert_close(loaded(batch), expected, atol=0.5 if sharding is HALF else 0, rtol=0)
 
 
@@ -137,8 +137,8 @@ def test_log_probabilities_in_parts_are_those_of_all_logits(monkeypatch):
             hidden, *rest))
     for is_fast, limit, largest, num_rows in (
             (False, 2 ** 26, 50, 50), (False, 300 * 7, 7, 100), (True, 300 * 7, 7, 50)):
-        monkeypatch.setattr(lib.scorer, "has_fast_bfloat16", lambda *tensors, is_fast=is_fast: is_fast)
-        monkeypatch.setattr(lib.scorer, "MAX_LOGITS", limit)
+        monkeypatch.setattr(lib.logps, "has_fast_bfloat16", lambda *tensors, is_fast=is_fast: is_fast)
+        monkeypatch.setattr(lib.logps, "MAX_LOGITS", limit)
         sizes.clear()
         logps = token_logps(Projection(weight, bias, 1.3, 20.0), hidden, ids)
         torch.testing.assert_close(logps, expected)
@@ -170,7 +170,7 @@ def test_grouped_queries_see_the_same_without_copies(tiny, monkeypatch, kind, op
 
     def values():
         torch.manual_seed(0)                                         # of dropout
-        return Scorer(model)(batch)
+        return ActionModel(model)(batch)
     expected = values()
     use_grouped_attention(model)
     torch.testing.assert_close(values(), expected)
@@ -196,17 +196,17 @@ def test_logits_are_not_rounded_to_bfloat16():
 
 def test_a_sharded_bfloat16_model_projects_in_float32(tiny):
     """The same values as the whole model's, and as float32 arithmetic on its last hidden states."""
-    scorer = load(BASE, HALF)
+    action_model = load(BASE, HALF)
     whole, batch = load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
-    values = scorer(batch)
+    values = action_model(batch)
     projection = Projection(whole.get_output_embeddings().weight.float())
     r, t = batch.action_tokens
-    before = Scorer(whole).hidden_states(batch)[r, batch.previous[r, t]].float()
+    before = ActionModel(whole).hidden_states(batch)[r, batch.previous[r, t]].float()
     expected = action_sums(batch, token_logps(projection, before, batch.ids[r, t]))
-    torch.testing.assert_close(Scorer(whole)(batch), expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(ActionModel(whole)(batch), expected, atol=1e-3, rtol=0)
     torch.testing.assert_close(values, expected, atol=0.05, rtol=0)
     values.sum().backward()
-    assert hasattr(scorer, "reshard") and all(p.grad.dtype == torch.float32 for p in scorer.parameters())
+    assert hasattr(action_model, "reshard") and all(p.grad.dtype == torch.float32 for p in action_model.parameters())
 
 
 # --- memory
@@ -215,7 +215,7 @@ def print_memory(planned, rank, _):
     """Print the bytes that memory_plan says of a step (PlannedStep; rank: of an adapter), and those that torch's CPU
     allocator held at most in a real one by FSDP2: for one rank of a group whose other ranks are not there (their
     collectives do nothing)."""
-    for module in (lib.fast, lib.memory, lib.scorer):                # what is measured is on the CPU
+    for module in (lib.fast, lib.memory, lib.logps):                 # what is measured is on the CPU
         module.has_fast_bfloat16 = lambda *tensors: False
     config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=3, num_attention_heads=8,
                          num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
@@ -228,8 +228,8 @@ def print_memory(planned, rank, _):
         half = width // 2
         row = Sequence(list(range(width)), [-1] * half + [0] * (width - half), half if planned.tree else None)
         for _ in range(1 + planned.accumulates):
-            scorer(collate([[row]] * planned.num_rows)).sum().backward()
-        torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
+            action_model(collate([[row]] * planned.num_rows)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(action_model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -238,8 +238,8 @@ def print_memory(planned, rank, _):
         if rank:
             add_adapter(model.to(getattr(torch, planned.sharding.dtype)), planned.lora)
         run = Runtime(0, planned.world_size, torch.device("cpu"))
-        scorer = lib.load.shard(Scorer(model), run, planned.sharding)
-        optimizer = adamw(scorer.train(), 1e-4)
+        action_model = lib.load.shard(ActionModel(model), run, planned.sharding)
+        optimizer = adamw(action_model.train(), 1e-4)
         step(8)                                                     # makes the optimiser's state
         step(planned.row_tokens)
     events = sorted((event.start_ns(), event.nbytes()) for event in profiler.profiler.kineto_results.events()
@@ -293,23 +293,23 @@ def test_learning_rate_by_hand():
 
 def test_steps_by_hand(tmp_path, monkeypatch):
     """AdamW without decay of weights; the first gradient is cut to norm 1; rates by the schedule, from the first."""
-    scorer = torch.nn.Linear(2, 1, bias=False).double().eval()
-    weight = torch.nn.init.constant_(scorer.weight, 1.0).detach().clone()
+    action_model = torch.nn.Linear(2, 1, bias=False).double().eval()
+    weight = torch.nn.init.constant_(action_model.weight, 1.0).detach().clone()
     example = common.Example([[Sequence([5], [0])]], [], "a")
     job = job_of(tmp_path, epochs=4, lr=0.1, save_every=9, batch_size=1)
     monkeypatch.setattr(job.output, "add_costs", lambda **_: None)
     mean, square = torch.zeros(2, 1, 2, dtype=torch.float64)
-    loop, rates = Loop(scorer, [example], job), [0.1, 0.1, 0.0775, 0.0325]
+    loop, rates = Loop(action_model, [example], job), [0.1, 0.1, 0.0775, 0.0325]
     for step, _ in loop.steps():
         x = torch.tensor([3.0, 4.0] if step == 0 else [0.1, -0.2 * step], dtype=torch.float64)
-        loop.backward({"loss": scorer(x)}, torch.ones(1))
+        loop.backward({"loss": action_model(x)}, torch.ones(1))
         loop.update(step)
         gradient = x / 5 if step == 0 else x
         mean, square = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient ** 2
         number = step + 1
         weight -= rates[step] * mean / (1 - 0.9 ** number) / ((square / (1 - 0.95 ** number)).sqrt() + 1e-8)
-        torch.testing.assert_close(scorer.weight.detach(), weight, atol=1e-6, rtol=0)
-        assert scorer.training
+        torch.testing.assert_close(action_model.weight.detach(), weight, atol=1e-6, rtol=0)
+        assert action_model.training
 
 
 def test_ranks_draw_different_numbers_for_dropout_and_a_resumed_run_the_same(tmp_path):

@@ -20,10 +20,10 @@ from compare import assert_same_steps
 from conftest import BASE, call, load_critic, read, refused, run, stage, succeed, turns, write
 from lib.data import show_documents
 from lib.load import load_tokenizer
+from lib.logps import action_outputs
 from lib.runtime import InputError, Output
-from lib.scorer import action_outputs
 from lib.servers import visible_text
-from lib.vision import load_processor, load_vision, read_images, vision_reply, VisualCritic, VisualScorer
+from lib.vision import load_processor, load_vision, read_images, vision_reply, VisualCritic, VisualHeadModel
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -103,10 +103,10 @@ def seeing(vlm, tmp_path_factory):
             files.update(show_documents(frontend, output, documents))
         return files
     critic = VisualCritic(str(vlm), "regression", frontend, show)
-    critic.scorer = VisualScorer(load_vision(str(vlm), "cpu")[0])
-    critic.tokenizer = critic.scorer.processor
+    critic.model = VisualHeadModel(load_vision(str(vlm), "cpu")[0])
+    critic.tokenizer = critic.model.processor
     critic.max_tokens = 4096
-    torch.nn.init.normal_(critic.scorer.head.weight, generator=torch.Generator().manual_seed(1))
+    torch.nn.init.normal_(critic.model.head.weight, generator=torch.Generator().manual_seed(1))
     return critic
 
 
@@ -152,24 +152,24 @@ def test_a_row_by_hand(seeing):
 
 
 def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seeing):
-    scorer = seeing.scorer
+    action_model = seeing.model
     long = turns("A shop.", RED, "No, make it white, please.", WHITE)
     items = [*seeing.trajectory_items([{"task": TASK, "dialogue_history": long}], sees_c=True),
              *seeing.trajectory_items([{"task": TASK, "dialogue_history": turns("A shop.", "Which colour?")}], False)]
     assert [row.action_ids for row in items[0]] == [[n] * len(row.ids) for n, row in enumerate(items[0])]
     with torch.no_grad():
-        batch = scorer.collate(items, "cpu")
-        values = scorer(batch)                                                            # (2, 2)
+        batch = action_model.collate(items, "cpu")
+        values = action_model(batch)                                                      # (2, 2)
         for item, turn in ((0, 0), (0, 1), (1, 0)):
             row = items[item][turn]
             inputs = {"input_ids": torch.tensor([row.ids]), **read_images(seeing.tokenizer, row.images)}
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == seeing.tokenizer.image_token_id).int()
-            by_hand = scorer.model(**inputs, output_hidden_states=True).hidden_states[-1][0].mean(0)
-            torch.testing.assert_close(values[item, turn], scorer.head(by_hand)[0], atol=1e-5, rtol=1e-5)
+            by_hand = action_model.model(**inputs, output_hidden_states=True).hidden_states[-1][0].mean(0)
+            torch.testing.assert_close(values[item, turn], action_model.head(by_hand)[0], atol=1e-5, rtol=1e-5)
         assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
         assert values[1, 1] == 0
         for item, row in zip(items, values):
-            alone = action_outputs(scorer, [item], 1)[0]
+            alone = action_outputs(action_model, [item], 1)[0]
             torch.testing.assert_close(alone, row[:len(item)], atol=1e-5, rtol=1e-5)
 
 
@@ -238,7 +238,7 @@ def test_two_ranks_equal_one_and_values_and_adapters_can_be_trained(dialogues, v
     files = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
     adapted = load_critic(tmp_path / "adapter", "frontend")
-    assert adapted.scorer.head.weight.abs().max() > 0
+    assert adapted.model.head.weight.abs().max() > 0
 
 
 def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path):

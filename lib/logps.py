@@ -156,7 +156,7 @@ def batch_pairs(examples):
         [[[0, 0], [0, 1]], [[1, 2], [1, 1]]]"""
     pairs, first_item = [], 0
     for example in examples:
-        for (chosen_item, chosen_action), (rejected_item, rejected_action) in example.pairs:
+        for (chosen_item, chosen_action), (rejected_item, rejected_action) in example.action_pairs:
             chosen = [first_item + chosen_item, chosen_action]
             rejected = [first_item + rejected_item, rejected_action]
             pairs.append([chosen, rejected])
@@ -167,7 +167,7 @@ def batch_pairs(examples):
 # ---------------------------------------------------------------------------------------------------------------------
 # a batch: log-probabilities or a head's outputs of its actions, (B, M)
 
-class Scorer(torch.nn.Module):
+class ActionModel(torch.nn.Module):
     """A causal language model that returns the log-probability of each action of a batch (collate), a sum over its
     tokens, each from the state of the token before it: (B, M) float32; 0: no such action. The vocabulary projection is
     computed only at action tokens.
@@ -187,7 +187,7 @@ class Scorer(torch.nn.Module):
         return collate(items if self.takes_trees else list(map(without_trees, items)), device)
 
     def check_logits(self, name):
-        """lib.load.check_logits, for a scorer that uses the logits."""
+        """lib.load.check_logits, for a model whose logits are used."""
         check_logits(self.model, name)
 
     def check_positions(self, items):
@@ -224,7 +224,7 @@ class Scorer(torch.nn.Module):
         return action_sums(batch, values)
 
 
-class HeadScorer(Scorer):
+class HeadModel(ActionModel):
     """A model with a head, a linear layer from a hidden state to one number. Returns this number for each action, from
     the mean of its tokens' hidden states: (B, M) float32; 0: no such action."""
 
@@ -303,31 +303,32 @@ def action_sums(batch, values):
 # ---------------------------------------------------------------------------------------------------------------------
 # many items: action_outputs, [(actions,)]; example_outputs, [[(actions,)]]; padded_outputs, which are (B, M) again
 
-def action_outputs(scorer, items, max_tokens):
-    """scorer(batch) for many items, in evaluation mode and without gradients: a list of float32 tensors (number of
-    actions of the item,).
+def action_outputs(action_model, items, max_tokens):
+    """action_model(batch) for many items, in evaluation mode and without gradients: a list of float32 tensors (number
+    of actions of the item,).
 
-    Batches have at most `max_tokens` padded tokens; a longer item is a separate batch. If the scorer is split over the
+    Batches have at most `max_tokens` padded tokens; a longer item is a separate batch. If the model is split over the
     ranks, every rank must call this with the same items and computes a share of the batches."""
-    scorer.check_positions(items)
-    if not scorer.takes_trees:
+    action_model.check_positions(items)
+    if not action_model.takes_trees:
         items = list(map(without_trees, items))
     chunks = chunks_of(items, max_tokens)
-    is_split = hasattr(scorer, "reshard")
+    is_split = hasattr(action_model, "reshard")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
     outputs = {}
-    was_training = scorer.training
-    scorer.eval()
+    was_training = action_model.training
+    action_model.eval()
     starts = range(0, len(chunks), world_size)
     for first in tqdm(starts, "tokens scored", unit="pass", leave=False, delay=10, disable=rank > 0):
         # Ranks gather layers together, so all need equally many passes: a rank without a chunk repeats the last one.
         chunk = chunks[min(first + rank, len(chunks) - 1)]
         with torch.no_grad():
-            values = scorer(scorer.collate([items[i] for i in chunk], scorer.model.device)).cpu()  # (B, M)
+            batch = action_model.collate([items[i] for i in chunk], action_model.model.device)
+            values = action_model(batch).cpu()                                            # (B, M)
         for i, item_values in zip(chunk, values):
             outputs[i] = item_values[:num_actions(items[i])].clone()
-    scorer.train(was_training)
-    reshard(scorer)
+    action_model.train(was_training)
+    reshard(action_model)
     if world_size > 1:
         for outputs_of_rank in gather(outputs):
             outputs |= outputs_of_rank
@@ -359,10 +360,10 @@ def chunks_of(items, max_tokens):
     return chunks
 
 
-def example_outputs(scorer, examples, max_tokens):
+def example_outputs(action_model, examples, max_tokens):
     """action_outputs of every example's items, each item once: a list of tensors (actions,) for each example."""
     items = {id(item): item for item in items_of(examples)}         # trajectories are in several pairs
-    outputs = dict(zip(items, action_outputs(scorer, list(items.values()), max_tokens)))
+    outputs = dict(zip(items, action_outputs(action_model, list(items.values()), max_tokens)))
     results = []
     for example in examples:
         results.append([outputs[id(item)] for item in example.items])
@@ -374,8 +375,8 @@ def padded_outputs(outputs, device="cpu"):
     return pad_sequence([values for items in outputs for values in items], batch_first=True).to(device)
 
 
-def reference_logps(path, scorer, examples, max_tokens):
-    """example_outputs under the reference model: the scorer before its first update, with its adapter off. Call this
+def reference_logps(path, action_model, examples, max_tokens):
+    """example_outputs under the reference model: the model before its first update, with its adapter off. Call this
     before training.Loop loads the saved state of a resumed run. The outputs are cached in the file `path` for a run
     that continues with the same examples."""
     digest = hashlib.sha256()
@@ -386,8 +387,8 @@ def reference_logps(path, scorer, examples, max_tokens):
     if kept.get("examples") == digest.hexdigest():
         return kept["outputs"]
     say(f"reference log-probabilities of {len(examples):,} examples")
-    with adapter_off(scorer.model):
-        outputs = example_outputs(scorer, examples, max_tokens)
+    with adapter_off(action_model.model):
+        outputs = example_outputs(action_model, examples, max_tokens)
     if is_main():
         partial = path.with_suffix(".partial")
         torch.save({"examples": digest.hexdigest(), "outputs": outputs}, partial)
@@ -398,12 +399,12 @@ def reference_logps(path, scorer, examples, max_tokens):
 # ---------------------------------------------------------------------------------------------------------------------
 # loading
 
-def load_sharded(name, run, sharding, lora=None, kind=Scorer):
-    """A Scorer of a model, ready for training and split over the ranks (shard). Rank 0 reads the model's files, and
-    every rank gets its part of each tensor.
+def load_sharded(name, run, sharding, lora=None, kind=ActionModel):
+    """The ActionModel of a name, ready for training and split over the ranks (shard). Rank 0 reads the model's files,
+    and every rank gets its part of each tensor.
 
     lora   None, or a LoraConfig: the model is kept in sharding.dtype, frozen, and gets a new adapter
-    kind   Scorer or a subclass; all of its own parameters start at zero"""
+    kind   ActionModel or a subclass; all of its own parameters start at zero"""
     dtype = getattr(torch, sharding.dtype) if lora else torch.float32
     tensors = {}
     config, generation_config, buffers = read_whole(name, dtype, lora, sharding.seed, tensors)
@@ -412,24 +413,24 @@ def load_sharded(name, run, sharding, lora=None, kind=Scorer):
         model.generation_config = generation_config
         if lora:
             add_adapter(model, lora)
-        scorer = kind(model)
-    shard(scorer, run, sharding)
-    scorer.to_empty(device=run.device)
+        action_model = kind(model)
+    shard(action_model, run, sharding)
+    action_model.to_empty(device=run.device)
     model.tie_weights()                                             # to_empty unties weights
-    for parameter in scorer.parameters():
+    for parameter in action_model.parameters():
         parameter.data.zero_()
     with loading(name):                                             # fails if the files make another model
         for key, buffer in model.named_buffers():
             buffer.copy_(buffers[key])
         set_tensors(model, tensors, broadcast_from_rank0=True)
-    scorer.check_logits(name)
-    reshard(scorer)
-    return scorer
+    action_model.check_logits(name)
+    reshard(action_model)
+    return action_model
 
 
 def load_whole(device, dtype="float32"):
     """A `load` for critics that loads whole models on this rank."""
-    def load(name, lora=None, kind=Scorer):
+    def load(name, lora=None, kind=ActionModel):
         model, _ = kind.open_model(name, device, dtype)
         if lora:
             add_adapter(model, lora, getattr(torch, dtype))            # as in a forward pass of a sharded model
@@ -437,18 +438,18 @@ def load_whole(device, dtype="float32"):
     return load
 
 
-def for_scoring(scorer):
-    """The Scorer in evaluation mode. If sharded, it frees layers after use, as there is no backward pass."""
-    if hasattr(scorer, "set_reshard_after_forward"):
-        scorer.set_reshard_after_forward(True)
-    return scorer.eval()
+def for_scoring(action_model):
+    """The ActionModel in evaluation mode. If sharded, it frees layers after use, as there is no backward pass."""
+    if hasattr(action_model, "set_reshard_after_forward"):
+        action_model.set_reshard_after_forward(True)
+    return action_model.eval()
 
 
 def load_trained(folder, load, kind):
-    """The Scorer of a critic's folder, for scoring. For an adapter: its base model with the adapter.
-    load: training.Job.load, or load_whole(device). kind: Scorer or a subclass."""
+    """The ActionModel of a critic's folder, for scoring. For an adapter: its base model with the adapter.
+    load: training.Job.load, or load_whole(device). kind: ActionModel or a subclass."""
     lora = folder_config(folder)
-    scorer = load(base_of(folder) if lora else folder, lora=lora, kind=kind)
+    action_model = load(base_of(folder) if lora else folder, lora=lora, kind=kind)
     if lora:
-        load_adapter(scorer.model, folder)
-    return for_scoring(scorer)
+        load_adapter(action_model.model, folder)
+    return for_scoring(action_model)
