@@ -262,7 +262,8 @@ def test_what_is_trained_and_measured_where_some_is_too_long(workspace, tmp_path
     """Held-out tasks are measured alone; references and returns are those of their examples; who reads c. (Training and
     passes of the reference have stand-ins.)"""
     seen, sees_c = {}, "--critic-sees-c" not in more
-    monkeypatch.setattr(critic_stage, "reference_logps", lambda folder, action_model, examples, _: examples)
+    monkeypatch.setattr(critic_stage, "reference_logps", lambda path, action_model, examples, _: examples)
+    monkeypatch.setattr(critic_stage, "gaps_of_c", lambda logps, *_: torch.zeros(len(logps)))
     monkeypatch.setattr(critic_stage, "train", lambda _, *found: seen.update(trained=found))
     monkeypatch.setattr(critic_stage, "pair_accuracy", lambda _, *found: seen.update(measured=found) or 0.5)
     printed = call(3, *flags(workspace, tmp_path, "--score", score, "--held-out-frac", 0.4, "--max-length", 252, *more))
