@@ -2,12 +2,13 @@
 
 Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
-        "sample", "num_rounds", "max_rounds", the domain scorer's results (screenshots in the folder FILE.images), and
-        how it was made: "agent", "simulator", "tokenizer", "best_of", "critic", "informed"; if they apply
-        "temperature", "system_prompt", "chat_template_args", "no_room" (no further turn would fit into a model),
-        "branch", "continuation". A turn by an agent model has "output" (the raw text); if known, "input" (the rendered
-        prompt) and "output_ids" (as sampled); "truncated" if --max-new-tokens cut it. A turn by a simulator model has
-        "output" if its raw text differs, and "leak" if it reveals the solution. A turn by the environment has "tool".
+        "sample", "num_rounds", "max_rounds", "ending" ("answered", "answered in the last round", "asked in the last
+        round"), the domain scorer's results (screenshots in the folder FILE.images), and how it was made: "agent",
+        "simulator", "tokenizer", "best_of", "critic", "informed"; if they apply "temperature", "system_prompt",
+        "chat_template_args", "no_room" (no further turn would fit into a model), "branch", "continuation". A turn by an
+        agent model has "output" (the raw text); if known, "input" (the rendered prompt) and "output_ids" (as sampled);
+        "truncated" if --max-new-tokens cut it. A turn by a simulator model has "output" if its raw text differs, and
+        "leak" if it reveals the solution. A turn by the environment has "tool".
 
 The simulator opens with the request. In each of --max-rounds rounds the agent sends a message and the simulator
 replies. The task's domain (colbench/) decides which message is the answer, and scores it.
@@ -41,7 +42,7 @@ from lib.runtime import gather, InputError, Output, read_text, RowFile, run_stag
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
 from lib.scorer import load_whole, TooLong
 from lib.servers import is_server, NoRoom, ReplyError
-from lib.statistics import agent_places, heading_of, mean_over_tasks, measure_turns
+from lib.statistics import agent_places, ending_of, heading_of, mean_over_tasks, measure_endings, measure_turns
 from lib.tokens import agent_messages, check_prompt, system_prompt, tokenizer_name
 from lib.vision import load_vision
 
@@ -325,6 +326,7 @@ def to_trajectory(dialogue, verdicts, players):
         trajectory["temperature"] = settings.temperature
     if dialogue.no_room:
         trajectory["no_room"] = True
+    trajectory["ending"] = ending_of(trajectory, domain_of(dialogue.task))
     trajectory["informed"] = settings.agent == "script-informed"
     if dialogue.system is not None:
         trajectory["system_prompt"] = dialogue.system
@@ -362,14 +364,16 @@ def summary(path):
     num_full = sum("no_room" in trajectory for trajectory in trajectories)
     num_truncated = sum("truncated" in turn for turn in turns)
     mean_return = mean_over_tasks(trajectories, domain.eval_score)
-    measured = {**domain.measure(trajectories), **measure_turns(trajectories, domain)}
+    measured = {**domain.measure(trajectories), **measure_turns(trajectories, domain),
+                **measure_endings(trajectories, domain)}
     parts = [f"{heading_of(domain.metric(trajectories))} {mean_return:.3f}"]
     for key, heading, form in domain.COLUMNS:
         if key in measured:
             parts.append(f"{heading} {measured[key]:{form}}")
     parts.append(f"rounds {len(agent_places(turns)) / len(trajectories):.2f}")
-    if "forced_answers" in measured:
-        parts.append(f"{measured['forced_answers']:.1%} ended by --max-rounds")
+    if domain.ANSWERS_EARLY:
+        parts.append("{answered_early:.1%} answered before the last round, {answered_last:.1%} in it, {asked_last:.1%} "
+                     "still asked in it".format(**measured))
     parts += [f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
               f"{num_truncated} turns stopped by --max-new-tokens"]
     if domain.leak_of and trajectories[0].get("simulator") != "rules":          # rule-based replies are not measured

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 
 import common
 from colbench import domain_of
-from lib import data, flags, training
+from lib import beforehand, data, flags, training
 from lib.load import load_tokenizer, lora_config, reads_images, weights_fingerprint
 from lib.memory import dry_run
 from lib.runtime import InputError, run_stage, say, write_json
@@ -158,6 +158,27 @@ def held_out_accuracy(scorer, examples, ref_logps, critic, max_tokens):
     return ((gaps > 0).sum() + 0.5 * (gaps == 0).sum()).item() / len(gaps)
 
 
+def reference_numbers(scorer, examples, plain_examples, critic, job):
+    """(reference_logps of p_ref, what beforehand.say_order_of_untrained returns), both of the untrained model.
+    plain_examples: the examples without c."""
+    logps = reference_logps(job.output.path / "ref.pt", scorer, examples, job.max_tokens)
+    if not critic.critic_sees_c:
+        return logps, None
+    plain_logps = reference_logps(job.output.path / "ref_plain.pt", scorer, plain_examples, job.max_tokens)
+    gaps = gaps_of_c(logps, plain_logps, examples, critic.normalize)
+    order = beforehand.say_order_of_untrained([example.task_id for example in examples], gaps)
+    return logps if critic.reference_sees_c else plain_logps, order
+
+
+def gaps_of_c(logps_with_c, logps_without_c, examples, normalize):
+    """How much more c raises the log-probability of the chosen trajectory's turns than of the rejected one's, (P,).
+    logps: example_outputs of pairs under one model."""
+    lengths = action_lengths(items_of(examples))                                           # (2P, M)
+    gains = common.action_advantages(padded_outputs(logps_with_c), padded_outputs(logps_without_c), lengths, normalize)
+    scores = gains.sum(1)                                                                  # (2P,)
+    return scores[0::2] - scores[1::2]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 # Settings of the paper (its text and table 5) and of the published code (docs/reproduce.md)
@@ -224,11 +245,11 @@ def main(argv=None):
     else:
         critic = common.HeadCritic(args.out, args.score, load_tokenizer(args.model), args.critic_sees_c)
     examples = common.trajectory_examples(trajectories, groups, critic.trajectory_items, args.critic_sees_c)
-    ref_examples = examples
-    if not args.reference_sees_c:
-        ref_examples = common.trajectory_examples(trajectories, groups, critic.trajectory_items, sees_c=False)
     fitting = job.fitting_indices(examples)
-    examples = [examples[i] for i in fitting]
+    examples, groups = [examples[i] for i in fitting], [groups[i] for i in fitting]
+    plain_examples = examples                                        # without c
+    if args.critic_sees_c and args.score == "logratio":
+        plain_examples = common.trajectory_examples(trajectories, groups, critic.trajectory_items, sees_c=False)
     num_trained = sum(not is_held_out(example.task_id, args.held_out_frac) for example in examples)
     if not num_trained:
         raise InputError(f"{args.trajectories}: no examples to train on fit --max-length {args.max_length}")
@@ -238,10 +259,10 @@ def main(argv=None):
     scorer = job.load(args.model, lora, critic.scorer_class)
     scorer.check_positions(items_of(examples))
     training.show_samples(critic.tokenizer, examples[0])
-    ref_logps = [None] * len(examples)
+    ref_logps, order = [None] * len(examples), None
     if args.score == "logratio":
-        ref_logps = reference_logps(args.out, scorer, [ref_examples[i] for i in fitting], args.max_tokens)
-    eval_scores = [domain.eval_score(trajectories[groups[i][0]]) for i in fitting]
+        ref_logps, order = reference_numbers(scorer, examples, plain_examples, critic, job)
+    eval_scores = [domain.eval_score(trajectories[group[0]]) for group in groups]
     returns = [max(0.0, float(score)) for score in eval_scores]
     train(scorer, examples[:num_trained], ref_logps, returns, critic, job)          # the others are held out
 
@@ -258,6 +279,7 @@ def main(argv=None):
             "reference": args.model,
             "reference_fingerprint": weights_fingerprint(args.model),
             "prompt_form": common.prompt_form(critic, domain),
+            "untrained_pair_accuracy": order,
             "held_out_pair_accuracy": accuracy,
             "num_held_out_pairs": num_pairs})
     training.finish_training(job, scorer, critic.tokenizer)

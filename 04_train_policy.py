@@ -43,7 +43,7 @@ from tqdm import tqdm
 import common
 from colbench import domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
-from lib import data, flags, training
+from lib import beforehand, data, flags, training
 from lib.load import fresh_model, load_tokenizer, lora_config, max_positions, reads_images, shard
 from lib.memory import dry_run
 from lib.runtime import InputError, read_jsonl, read_rows, RowFile, run_stage, say, write_jsonl
@@ -94,7 +94,6 @@ def imitation_losses(scorer, batch, examples, ref_logps):
 # ---------------------------------------------------------------------------------------------------------------------
 # sweet: the states in which actions are compared
 
-NAME = "task_id", "sample", "run", "turn"      # keys that name a state; "run" if 05 has joined several runs
 SCORED_TOGETHER = 64            # states per block; a killed run repeats at most one block
 
 # Rows of another run's candidates.jsonl (--candidates)
@@ -154,7 +153,7 @@ def fitting_states(states, tokenizer, critic, max_new_tokens, job):
 def trajectory_states(trajectory, turns):
     """The states of a trajectory, one for each agent turn. turns: its agent_turns."""
     history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
-    dialogue = {key: trajectory[key] for key in NAME if key in trajectory}
+    dialogue = {key: trajectory[key] for key in data.NAME if key in trajectory}
     states = []
     for number, place in enumerate(agent_places(history)):
         prompt, _ = turns[number]
@@ -163,19 +162,14 @@ def trajectory_states(trajectory, turns):
     return states
 
 
-def name_of(state):
-    """Name of a state; it also seeds the random numbers of its candidates."""
-    return tuple(state[key] for key in NAME if key in state)
-
-
 def find_candidates(path, states, sampling, job):
     """Rows of candidates.jsonl from `path` or from an interrupted run of this command; None if there are none.
     Raises InputError if those of `path` do not belong to these states."""
     if not path:
         return job.output.kept_rows("candidates.jsonl")
     rows = read_jsonl(path, CANDIDATES)
-    wanted = [(*name_of(state), sampling.num_candidates, state["prompt"]) for state in states]
-    given = [(*name_of(row), len(row["candidates"]), row["prompt"]) for row in rows]
+    wanted = [(*data.name_of(state), sampling.num_candidates, state["prompt"]) for state in states]
+    given = [(*data.name_of(row), len(row["candidates"]), row["prompt"]) for row in rows]
     if given != wanted:
         raise InputError(f"{path}: made from other turns or prompts, or with another --num-candidates; the "
                          "trajectories, --num-trajectories, --data-frac and --seed must be the same")
@@ -196,7 +190,7 @@ def sample_candidates(states, sampler, sampling, job):
     """Rows of candidates.jsonl: the states with "candidates", actions sampled after each prompt. The ranks share the
     states."""
     async def make_row(state):
-        key = sampling.seed, "candidates", *name_of(state)           # RNG key
+        key = sampling.seed, "candidates", *data.name_of(state)      # RNG key
         replies = await sampler.sample(state["prompt"], sampling.num_candidates, sampling.temperature,
                                        sampling.max_new_tokens, key)
         candidates = [{"text": reply.text, "ids": reply.ids, "ended": reply.ended} for reply in replies]
@@ -253,23 +247,24 @@ def as_state(row):
     return common.State(row["prompt"], row["task"], row["history"], ids, texts)
 
 
-def candidate_pairs(row, pairs_per_turn, rng, barred=()):
+def candidate_pairs(row, pairs_per_turn, rng, among=None):
     """Pairs (better, worse) of candidate numbers: a random one of the better half by score, and one of the worse half.
     With an odd number of candidates the middle one is in neither half.
 
     Pairs are drawn with replacement, so one can occur twice. Candidates stopped by length are dropped, and so are pairs
     of equal advantage (e.g. equal actions).
-    barred: numbers of candidates that are never the better one (examples/answers.py)."""
+    among: numbers of the candidates to compare; None: all (examples/answers.py)."""
     order = ended_candidates(row)
+    if among is not None:
+        order = [i for i in order if i in among]
     rng.shuffle(order)                                               # breaks ties at random
     order.sort(key=lambda i: -row["advantages"][i])
     half = len(order) // 2
-    better_half = [i for i in order[:half] if i not in barred]
-    if not better_half:
+    if not half:
         return []
     pairs = []
     for _ in range(pairs_per_turn):
-        better = rng.choice(better_half)
+        better = rng.choice(order[:half])
         worse = rng.choice(order[-half:])
         if row["advantages"][better] > row["advantages"][worse]:
             pairs.append((better, worse))
@@ -283,7 +278,7 @@ def ended_candidates(row):
 
 def as_pair(row, chosen, rejected):
     """A row of pairs.jsonl: a state with two of its candidates, which are given by number."""
-    pair = {key: row[key] for key in (*NAME, "prompt") if key in row}
+    pair = {key: row[key] for key in (*data.NAME, "prompt") if key in row}
     for side, number in (("chosen", chosen), ("rejected", rejected)):
         pair[side] = {**row["candidates"][number], "advantage": row["advantages"][number]}
     return pair
@@ -332,7 +327,7 @@ def pair_examples(pairs, tokenizer, together):
     An example has one item: its prompt and all of its actions (common.actions_item)."""
     groups = collections.defaultdict(list)                           # the pairs of a turn, or single pairs
     for number, pair in enumerate(pairs):
-        key = (*name_of(pair), pair["prompt"]) if together else number
+        key = (*data.name_of(pair), pair["prompt"]) if together else number
         groups[key].append(pair)
     examples = []
     for group in groups.values():
@@ -411,7 +406,7 @@ def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
     scorer.check_positions(items_of(examples))
     ref_logps = None
     if has_reference:
-        ref_logps = reference_logps(job.output.path, scorer, examples, job.max_tokens)
+        ref_logps = reference_logps(job.output.path / "ref.pt", scorer, examples, job.max_tokens)
     train(scorer, examples, ref_logps, losses_of, job)
     training.finish_training(job, scorer, tokenizer)
 
@@ -514,6 +509,7 @@ def main(argv=None):
         sampler = None                                               # frees its memory
         rows = score_candidates(rows, critic, job)                   # eq. 3: critic.score_actions
         pairs = pairs_of(rows, tokenizer, args.pairs_per_turn, job)
+        beforehand.say_answers_in_pairs(pairs, rows, trajectories, domain)
         examples = pair_examples(pairs, tokenizer, args.pairs_together)
     else:
         make_items = functools.partial(common.trajectory_items, tokenizer)

@@ -10,6 +10,8 @@ success                  share of the dialogues whose answer passes all tests; f
                          screenshots of answer and solution, by clip (the paper's) or by pixels: two scales. It is a
                          mean over a task's dialogues, then over tasks, then over runs; so are its interval and the
                          differences. The other columns are means over dialogues
+asks last                share of the dialogues in which the agent still asked in the last round (metrics.json has the
+                         shares answered_early, before the last round, and answered_last, in it)
 leaks                    share of the simulator's replies that show the solution
 all known, when known    template tasks: share of the dialogues in which the agent knew every fact that matters before
                          its last turn; success among these
@@ -170,8 +172,7 @@ def rescore(trajectories, environments, domain):
 
 def measure(trajectories, domain):
     """The metrics of one method; the docstring of this file explains most of them. Also gives every trajectory its
-    "kinds" and "known" (measure_turns). A metric needs a line in statistics.result_table to be a column of the table.
-    """
+    "kinds", "known" (measure_turns) and "ending". A metric needs a line in statistics.result_table to be a column."""
     tasks, values = statistics.values_of_runs(trajectories, domain.eval_score)               # values: (runs, tasks)
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"]
              if turn["role"] == "assistant"]
@@ -183,6 +184,7 @@ def measure(trajectories, domain):
         "mean_rounds": len(turns) / len(trajectories),
         **domain.measure(trajectories),
         **statistics.measure_turns(trajectories, domain),
+        **statistics.measure_endings(trajectories, domain),
         **measure_leaks(trajectories, domain),
     }
     num_tokens = [len(turn["output_ids"]) for turn in turns if "output_ids" in turn]

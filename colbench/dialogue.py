@@ -309,16 +309,12 @@ class FactDomain(Domain):
         return "code" if runs & token_runs(reply) else None
 
     def measure(self, trajectories):
-        """"forced_answers": the share of dialogues ended by --max-rounds and not by the agent. "faults": counts of
-        failed tests by reason."""
-        num_forced, faults = 0, collections.Counter()
+        """"faults": counts of failed tests by reason."""
+        faults = collections.Counter()
         for trajectory in trajectories:
-            history = trajectory["dialogue_history"]
-            last_turn = next(turn for turn in reversed(history) if turn["role"] == "assistant")
-            num_forced += self.MARKER not in last_turn["content"] and "no_room" not in trajectory
             for fault in filter(None, trajectory["faults"]):
                 faults[fault.partition(":")[0]] += 1
-        return {"forced_answers": num_forced / len(trajectories), "faults": dict(faults.most_common())}
+        return {"faults": dict(faults.most_common())}
 
 
 def mean(values):

@@ -94,6 +94,9 @@ class Domain:
         it is a str."""
         raise NotImplementedError
 
+    # False: answer_of finds an answer in the last round only, because any message (or page) is one
+    ANSWERS_EARLY = True
+
     # --- scores of dialogues
 
     # Two trajectories make a pair if their returns differ by at least this much. With a number, returns are graded: 05

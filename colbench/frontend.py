@@ -500,6 +500,8 @@ class Frontend(Domain):
         """The text after "OUTPUT:", if the message has it."""
         return message.split(OUTPUT, 1)[1].strip() if OUTPUT in message else message
 
+    ANSWERS_EARLY = False
+
     def answer_of(self, history, is_last):
         """After the last round the last page that was sent; "" if there was none."""
         if not is_last:

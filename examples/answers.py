@@ -7,8 +7,13 @@ Writes  a model folder with metrics.jsonl and agent.json (its system prompt in t
 04 --method sweet with two more flags, which are not in the paper:
 --answer-coef C       adds C times the mean NLL of a right answer to eq. 4, so that an agent that learns to ask does not
                       forget how to answer. The answer is drawn from the log, once for each example.
---answers-by-outcome  No pair chooses an answer, except in the last turn of a logged dialogue whose answer was right: a
-                      critic that sees c overrates lucky guesses.
+--pairs-by-kind       An answer is compared with answers, a question with questions. Eq. 2 leaves open how an answer
+                      compares with a question: every dialogue has one answer, so a constant added to the advantage of
+                      all answers cancels between chosen and rejected. The log decides it where it can:
+                          last turn of a successful dialogue                                 the answer wins
+                          last turn of a failed one that lacked a fact (Domain.all_known)    the question wins
+                          last round                                                         the answer wins
+                      There the winning kind ranks above the other, and pairs are drawn as in 04.
 
     python -m examples.answers --answer-coef 1 --trajectories out/offline.jsonl --model models/tiny \\
         --critic out/critic --out out/answers
@@ -22,7 +27,7 @@ import torch
 
 import common
 from colbench import domain_of
-from lib import data, flags
+from lib import beforehand, data, flags
 from lib.runtime import InputError, run_stage, say
 from lib.scorer import item_length, Sequence
 from lib.statistics import agent_places
@@ -89,38 +94,42 @@ def with_right_answers(examples, right_answers, seed):
     return [example._replace(items=[*example.items, rng.choice(right_answers)]) for example in examples]
 
 
-def turns_of_right_answers(trajectories, path):
-    """Names (04's name_of) of the turns whose logged answers were right: the last turns of successful dialogues.
-    Raises InputError, which names the file `path`, if there is none."""
-    names = set()
-    for trajectory in trajectories:
-        if domain_of(trajectory["task"]).eval_score(trajectory) == 1:
-            num_turns = len(agent_places(trajectory["dialogue_history"]))
-            names.add(policy.name_of({**trajectory, "turn": num_turns - 1}))
-    if not names:
-        raise InputError(f"{path}: --answers-by-outcome: no successful dialogue")
-    return names
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# pairs that choose no unproven answer
+# pairs by kind
 
-def allowed_pairs(right_turns, row, pairs_per_turn, rng):
-    """04's candidate_pairs, which may choose an answer only in the `right_turns` (turns_of_right_answers)."""
-    barred = [] if policy.name_of(row) in right_turns else answering_candidates(row)
-    return policy.candidate_pairs(row, pairs_per_turn, rng, barred)
+def winners_of(trajectories, domain):
+    """{name of a state (data.name_of): "answer" or "question"}, what the log says about the last turns of dialogues."""
+    winners = {}
+    for trajectory in trajectories:
+        task, history = trajectory["task"], trajectory["dialogue_history"]
+        places = agent_places(history)
+        name = data.name_of({**trajectory, "turn": len(places) - 1})
+        before = history[:places[-1]]
+        kind = domain.turn_kind(task, before, history[places[-1]]["content"])
+        if domain.eval_score(trajectory) == 1:
+            winners[name] = "answer"
+        elif kind is not None and not domain.all_known(task, before):
+            winners[name] = "question"
+    return winners
 
 
-def answering_candidates(row):
-    """Numbers of the candidates that are answers, i.e. would end the dialogue. In the last round these are all, because
-    02 takes any message there as the answer."""
-    domain = domain_of(row["task"])
-    answers = []
-    for number, text in enumerate(policy.as_state(row).texts):
-        history = [*row["history"], {"role": "assistant", "content": text}]
-        if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is not None:
-            answers.append(number)
-    return answers
+def pairs_by_kind(winners, row, pairs_per_turn, rng):
+    """04's candidate_pairs with --pairs-by-kind. winners: of winners_of."""
+    answers = beforehand.answering_candidates(row, domain_of(row["task"]))
+    questions = [number for number in range(len(row["candidates"])) if number not in answers]
+    winner = winners.get(data.name_of(row))
+    if len(row["history"]) + 1 == 2 * row["max_rounds"]:
+        winner = "answer"
+    if winner:
+        gap = 1 + max(row["advantages"]) - min(row["advantages"])
+        raised = list(row["advantages"])
+        for number in answers if winner == "answer" else questions:
+            raised[number] += gap
+        return policy.candidate_pairs({**row, "advantages": raised}, pairs_per_turn, rng)
+    pairs = []
+    for kind in rng.choices([answers, questions], [len(answers), len(questions)], k=pairs_per_turn):
+        pairs += policy.candidate_pairs(row, 1, rng, kind)
+    return pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,8 +143,8 @@ def parse_args(argv=None):
     parser.add_argument("--answer-coef", type=flags.non_negative_float, default=0.0, help="weight of the mean NLL of a "
                         "right answer, drawn once for each example from all successful trajectories (whatever "
                         "--data-frac)")
-    parser.add_argument("--answers-by-outcome", action="store_true", help="no pair chooses an answer, except in the "
-                        "last turn of a dialogue whose answer was right")
+    parser.add_argument("--pairs-by-kind", action="store_true", help="compare answers with answers and questions with "
+                        "questions, except where the log decides between them")
     args = parser.parse_args(argv)
     flags.check_candidates(parser, args.sampler, args.candidates)
     return args
@@ -150,12 +159,10 @@ def main(argv=None):
     job, trajectories, tokenizer, load = fork
     domain = domain_of(trajectories[0]["task"])
     critic = policy.open_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
-    if args.answer_coef or args.answers_by_outcome:
-        data.fill_rewards(trajectories, job.output)
+    data.fill_rewards(trajectories, job.output)
     choose = policy.candidate_pairs
-    if args.answers_by_outcome:
-        right_turns = turns_of_right_answers(trajectories, args.trajectories)
-        choose = functools.partial(allowed_pairs, right_turns)
+    if args.pairs_by_kind:
+        choose = functools.partial(pairs_by_kind, winners_of(trajectories, domain))
     right_answers = read_right_answers(trajectories, tokenizer, job) if args.answer_coef else None
 
     # as in 04
@@ -169,6 +176,7 @@ def main(argv=None):
     sampler = None
     rows = policy.score_candidates(rows, critic, job)
     pairs = policy.pairs_of(rows, tokenizer, args.pairs_per_turn, job, choose)
+    beforehand.say_answers_in_pairs(pairs, rows, trajectories, domain)
     examples = policy.pair_examples(pairs, tokenizer, args.pairs_together)
     if args.answer_coef:
         examples = with_right_answers(examples, right_answers, args.seed)

@@ -96,10 +96,10 @@ def reply_to(task, history, environment):
 
 def with_agents(rows, trajectories):
     """The rows with the system prompt and template arguments of the agent's prompt after a reply (prompt_text)."""
-    by_name = {policy.name_of(trajectory): trajectory for trajectory in trajectories}
+    by_name = {data.name_of(trajectory): trajectory for trajectory in trajectories}
     prepared = []
     for row in rows:
-        trajectory = by_name[policy.name_of(row)[:-1]]               # without the turn
+        trajectory = by_name[data.name_of(row)[:-1]]               # without the turn
         system = shown_system(trajectory)
         arguments = template_args(trajectory)
         prepared.append({**row, "system_prompt": system, "chat_template_args": arguments})

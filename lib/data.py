@@ -59,6 +59,14 @@ TRAJECTORY = record(
      "branch": record({"sample": int, "turn": whole(0), "candidate": int}, {"run": whole(0)})})
 
 
+NAME = "task_id", "sample", "run", "turn"      # keys that name a state; "run" if 05 has joined several runs
+
+
+def name_of(row):
+    """Name of the state of a row (04); it also seeds the random numbers of its candidates."""
+    return tuple(row[key] for key in NAME if key in row)
+
+
 def check_task(task, where, first):
     """Raises InputError, which starts with `where`, if a task's domain rejects it, or if it is of another domain than
     the `first` task of the file."""

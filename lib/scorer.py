@@ -2,7 +2,6 @@
 import collections
 import hashlib
 import math
-import pathlib
 from collections import namedtuple
 
 import numpy as np
@@ -404,11 +403,10 @@ def padded_outputs(outputs, device="cpu"):
     return padded([values for items in outputs for values in items]).to(device)
 
 
-def reference_logps(folder, scorer, examples, max_tokens):
+def reference_logps(path, scorer, examples, max_tokens):
     """example_outputs under the reference model: the scorer before its first update, with its adapter off. Call this
-    before training.Loop loads the saved state of a resumed run. The outputs are cached in `folder`/ref.pt for a run
+    before training.Loop loads the saved state of a resumed run. The outputs are cached in the file `path` for a run
     that continues with the same examples."""
-    path = pathlib.Path(folder) / "ref.pt"
     digest = hashlib.sha256()
     for item in items_of(examples):
         digest.update(repr(item).encode())

@@ -217,6 +217,35 @@ def measure_turns(trajectories, domain):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# how dialogues end
+
+# {how a dialogue ended: the key of its share among the metrics}
+ENDINGS = {"answered": "answered_early", "answered in the last round": "answered_last",
+           "asked in the last round": "asked_last"}
+
+
+def ending_of(trajectory, domain):
+    """One of ENDINGS, or None where the domain does not tell answers from questions, or a model had no room left."""
+    if not domain.ANSWERS_EARLY or "no_room" in trajectory:
+        return None
+    history = trajectory["dialogue_history"]
+    places = agent_places(history)
+    if domain.answer_of(history[:places[-1] + 1], is_last=False) is None:
+        return "asked in the last round"
+    return "answered in the last round" if len(places) >= trajectory.get("max_rounds", 10) else "answered"
+
+
+def measure_endings(trajectories, domain):
+    """Give every trajectory its "ending"; {key: share} of ENDINGS."""
+    for trajectory in trajectories:
+        trajectory["ending"] = ending_of(trajectory, domain)
+    endings = [trajectory["ending"] for trajectory in trajectories]
+    if not domain.ANSWERS_EARLY:
+        return {}
+    return {key: endings.count(ending) / len(endings) for ending, key in ENDINGS.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # tables, as lines of aligned text
 
 def aligned(headings, rows):
@@ -257,6 +286,7 @@ def result_table(metrics, metric, domain_columns, baseline):
         (metric, heading_of(metric), ".3f"),
         ("ci95", "95 %", ""),
         ("mean_rounds", "rounds", ".2f"),
+        ("asked_last", "asks last", ".3f"),
         ("leaks", "leaks", ".3f"),
         *domain_columns,
         ("win_rate", "wins", ".3f"),

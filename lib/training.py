@@ -357,7 +357,8 @@ def finish_training(job, scorer, tokenizer):
         (folder / "COMPLETED").touch()                              # first, so that a kill from here on loses nothing
         for name in ("states", "initial"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / "ref.pt").unlink(missing_ok=True)
+        for path in folder.glob("ref*.pt"):                         # of scorer.reference_logps
+            path.unlink()
         say(f"writes {folder}")
     barrier()
     job.output.add_costs()

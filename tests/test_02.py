@@ -13,6 +13,7 @@ import pytest
 from colbench import backend
 from colbench.dialogue import UNCLEAR
 from conftest import BASE, begin, call, killed, Partial, read, refused, stage, succeed, turns, write
+from lib import statistics
 from lib.data import read_trajectories
 from lib.engine import Engine
 from lib.flags import pick
@@ -252,9 +253,12 @@ def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace
     for row, last in zip(rows, ("hm?", f"So:\n{backend.MARKER}\nx", "hm?", f"{backend.MARKER}\nx")):
         row["dialogue_history"][-1]["content"] = last
     rows[2]["no_room"] = rows[3]["no_room"] = True
-    assert [backend.measure([row])["forced_answers"] for row in rows] == [1, 0, 0, 0]
+    assert [statistics.ending_of(row, backend) for row in rows] == [
+        "asked in the last round", "answered in the last round", None, None]
+    assert statistics.ending_of({**rows[1], "max_rounds": 9}, backend) == "answered"
+    assert rows[0]["ending"] == "answered in the last round"         # as 02 wrote it, before this test's messages
     line = rollout.summary(write(tmp_path / "rows", rows))
-    assert " | 25.0% ended by --max-rounds | 2 ended because no further turn fits" in line
+    assert " | 0.0% answered before the last round, 25.0% in it, 25.0% still asked in it | 2 ended because no " in line
     numbers_as_x = re.sub(r"\d+\.\d+", "x", line)
     assert numbers_as_x.startswith("success x | tests x | all known x | rounds x | ")
     signature = rows[0]["task"]["ground_truth"].split("\n")[0]

@@ -27,7 +27,7 @@ from conftest import (
     stage,
     write,
 )
-from lib import training
+from lib import data, training
 from lib.data import read_trajectories
 from lib.runtime import InputError
 from lib.scorer import batch_pairs, collate, items_of, Sequence, without_trees
@@ -157,7 +157,7 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
     assert [(state["task_id"], state["turn"], state["prompt"]) for state in states] == expected
     assert [len(state["history"]) for state in states] == [1 + 2 * state["turn"] for state in states]
     runs = [{**trajectories[0], "run": run} for run in (0, 1)]       # as 05 joins them
-    names = [policy_stage.name_of(state) for state in policy_stage.read_states(runs, tiny[1], 1, 0)]
+    names = [data.name_of(state) for state in policy_stage.read_states(runs, tiny[1], 1, 0)]
     assert len(set(names)) == len(names) == 2 * trajectories[0]["num_rounds"]
 
 
@@ -282,7 +282,7 @@ def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace,
                                                      for turn in row["dialogue_history"][1::2]]
     assert f"their prompts: {len(candidates)} as logged\n" in printed
     assert {key.args[1:] for key in drawn.call_args_list} == {
-        (3, "candidates", *policy_stage.name_of(row)) for row in candidates}
+        (3, "candidates", *data.name_of(row)) for row in candidates}
     firsts = [row for row in candidates if row["turn"] == 0]
     assert [row["sample"] for row in firsts] == [0, 1, 2] * 2
     assert len({json.dumps(row["candidates"]) for row in firsts}) == 6                          # other random numbers

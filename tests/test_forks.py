@@ -4,6 +4,7 @@ import argparse
 import functools
 import inspect
 import math
+import random
 import re
 
 import pytest
@@ -27,7 +28,7 @@ from conftest import (
     turns,
     write,
 )
-from lib import training
+from lib import data, training
 from lib.data import read_trajectories
 from lib.load import Projection
 from lib.scorer import Sequence
@@ -57,7 +58,7 @@ def runs(few, critic, tmp_path_factory):
     candidates = ["--candidates", folder / "plain" / "candidates.jsonl"]
     forks = {"grpo": (grpo, []), "signed": (grpo, ["--critic", critic, "--signed"]), "distill": (distill, []),
              "gain": (gain, [*SMALL, "--data-frac", 0.1, "--pairs-together"]), "plain": (answers, plain),
-             "answers": (answers, [*plain, *candidates, "--answer-coef", 0.5, "--answers-by-outcome"])}
+             "answers": (answers, [*plain, *candidates, "--answer-coef", 0.5, "--pairs-by-kind"])}
     finished = {}
     for name, (module, words) in forks.items():
         words = flags(few, folder / name, *words)
@@ -107,8 +108,7 @@ def test_bad_input_is_one_line(few, critic, value_critic, tmp_path):
             (grpo, ["--critic", value_critic], "grpo needs a critic that outputs advantages"),
             (distill, ["--max-length", 9], "no examples to train on: all 18 are longer than --max-length 9"),
             (gain, ["--trajectories", free], "gain needs template tasks"),
-            (answers, ["--critic", critic, "--answer-coef", 1, *equal], "--answer-coef: no successful dialogue"),
-            (answers, ["--critic", critic, "--answers-by-outcome", *equal], "--answers-by-outcome: no successful")):
+            (answers, ["--critic", critic, "--answer-coef", 1, *equal], "--answer-coef: no successful dialogue")):
         assert message in refused(module, *flags(few, tmp_path / "y", "--overwrite", *words))
 
 
@@ -294,21 +294,48 @@ def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny, ca
     assert f"{len(wins) - len(fitting)} more are not in the last turn, or exceed" in capsys.readouterr().out
 
 
-def test_by_outcome_answers_are_chosen_where_the_logged_answer_was_right(runs, few):
-    right = {(row["task_id"], row["sample"], row["num_rounds"] - 1) for row in read(few) if row["reward"] == 1}
-
-    def wrongly_chosen(pairs):
-        return [pair for pair in pairs if backend.MARKER in pair["chosen"]["text"]
-                and (pair["task_id"], pair["sample"], pair["turn"]) not in right]
-    pairs = read(runs["answers"][2] / "pairs.jsonl")
-    assert wrongly_chosen(read(runs["plain"][2] / "pairs.jsonl")) and not wrongly_chosen(pairs)
-    for side in ("chosen", "rejected"):
-        assert any(backend.MARKER in pair[side]["text"] for pair in pairs)
+KIND_ROW = {"task": FUNCTION, "task_id": "t", "sample": 0, "turn": 0, "prompt": "p", "max_rounds": 4,
+            "history": turns("?"), "advantages": [0.0, 1.0, 2.0, 3.0], "candidates": [
+                {"text": text, "ids": [number], "ended": True} for number, text in enumerate(
+                    (f"{backend.MARKER}\nx", f"{backend.MARKER}\ny", "Which one?", "Why?"))]}
 
 
-def test_in_the_last_round_every_candidate_is_an_answer():
-    row = {"task": FUNCTION, "prompt": "p", "history": turns("?"), "candidates": [
-        {"text": text, "ids": [1], "ended": True} for text in ("Which one?", f"{backend.MARKER}\nx")]}
-    assert answers.answering_candidates({**row, "max_rounds": 2}) == [1]
-    assert answers.answering_candidates({**row, "max_rounds": 1}) == [0, 1]                      # as 02 takes it
-    assert gain.prompt_after({**row, "max_rounds": 1}, "Which one?", None, None) is None
+@pytest.mark.parametrize("winner, max_rounds, pairs", [
+    (None, 4, {(1, 0), (3, 2)}),                                     # answers 0 and 1, questions 2 and 3
+    ("answer", 4, {(1, 2), (1, 3), (0, 2), (0, 3)}),
+    ("question", 4, {(2, 0), (2, 1), (3, 0), (3, 1)}),
+    (None, 1, {(1, 2), (1, 3), (0, 2), (0, 3)})])                    # the last round
+def test_pairs_by_kind_compare_like_with_like_or_as_the_log_decides(winner, max_rounds, pairs):
+    winners = {data.name_of(KIND_ROW): winner} if winner else {}
+    drawn = answers.pairs_by_kind(winners, {**KIND_ROW, "max_rounds": max_rounds}, 400, random.Random(0))
+    assert set(drawn) == pairs and len(drawn) == 400
+    assert min(drawn.count(pair) for pair in pairs) > 50
+    assert set(stage(4).candidate_pairs(KIND_ROW, 400, random.Random(0))) == {(3, 0), (3, 1), (2, 0), (2, 1)}
+
+
+def test_what_the_log_decides(few):
+    rows = read(few)
+    winners = answers.winners_of(rows, backend)
+    for row in rows:
+        decided = winners.pop((row["task_id"], row["sample"], row["num_rounds"] - 1), None)
+        known = backend.all_known(row["task"], row["dialogue_history"][:-1])
+        assert decided == ("answer" if row["reward"] == 1 else None if known else "question")
+    assert winners == {}
+
+
+def test_pairs_by_kind_in_a_run(runs, few):
+    """In undecided states no pair has both kinds, as pairs of 04 do."""
+    decided = answers.winners_of(read(few), backend)
+
+    def mixed(name):
+        of_turns = [(pair, [backend.MARKER in pair[side]["text"] for side in ("chosen", "rejected")])
+                    for pair in read(runs[name][2] / "pairs.jsonl")]
+        return [pair for pair, (chosen, rejected) in of_turns if chosen != rejected]
+    mixed_by_kind = {data.name_of(pair) for pair in mixed("answers")}
+    last = {data.name_of({**row, "turn": 7}) for row in read(few)}   # the eighth round
+    assert {data.name_of(pair) for pair in mixed("plain")} - decided.keys() - last
+    assert mixed_by_kind and mixed_by_kind <= decided.keys() | last
+
+
+def test_no_reply_follows_the_last_round():
+    assert gain.prompt_after({**KIND_ROW, "max_rounds": 1}, "Which one?", None, None) is None

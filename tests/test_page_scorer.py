@@ -189,7 +189,7 @@ def test_metrics_of_pages(tmp_path):
         assert m["n"] == m["tasks"] == 2 and m["mean_rounds"] == 2 and m["similarity"] == "pixels" and m["leaks"] == 0
         assert m["pixel_similarity"] == pytest.approx(sum(row["reward"] for row in rows[name]) / 2)
         assert m["failed_renders"] == m["failed_references"] == 0
-        assert not {"success_rate", "tests_passed", "cosine_similarity", "forced_answers"} & set(m)
+        assert not {"success_rate", "tests_passed", "cosine_similarity", "asked_last"} & set(m)
         for row, colour in zip(rows[name], ((0, 128, 0), (128, 64, 0))):              # paths start at the file's folder
             assert Image.open(scored_files / row["reference_image"]).getpixel((1000, 10)) == colour
             assert row["similarity"] == "pixels" and (row["image"] is None) == (row["answer"] == "")

@@ -172,6 +172,6 @@ def test_reference_log_probabilities_are_those_of_the_examples(tiny, tmp_path):
     item = common.actions_item(tiny[1], "<|user|>the fee<|end|><|assistant|>", [[5, 6], [7]])
     other = [item[0]._replace(ids=[8, *item[0].ids[1:]])]
     for rows in (item, item, other):
-        [[logps]] = reference_logps(tmp_path, scorer, [common.Example([rows], [], "t")], 4096)
+        [[logps]] = reference_logps(tmp_path / "ref.pt", scorer, [common.Example([rows], [], "t")], 4096)
         [expected] = action_outputs(scorer, [rows], 4096)
         assert logps.tolist() == expected.tolist()

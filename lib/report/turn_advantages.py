@@ -2,6 +2,7 @@
 import collections
 import pathlib
 
+from lib.data import name_of
 from lib.runtime import read_jsonl
 from lib.servers import visible_text
 from lib.statistics import aligned, average_ranks, mean
@@ -58,10 +59,6 @@ def read_states(folder):
         for side in ("chosen", "rejected"):
             of_state[actions.index(pair[side]["ids"])][side] += 1
     return states
-
-
-def name_of(row):
-    return row["task_id"], row["sample"], row.get("run"), row["turn"]
 
 
 def kind_lines(states, domain):
