@@ -2,8 +2,8 @@
 
 Reads   NAME=trajectories.jsonl … (02); every answer is scored again. Dialogues made by other programs keep their own
         rewards (docs/faq.md).
-Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html; images/ (of web pages);
-        with --export export/.
+Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards, kinds of turns and endings), report.html;
+        images/ (of web pages); with --export export/.
 
 n, rounds, tests         dialogues; mean number of agent turns; mean share of the tests passed
 success                  share of the dialogues whose answer passes all tests; for pages the mean similarity of the
@@ -341,8 +341,8 @@ def main(argv=None):
     data.say_graded(all_trajectories)
     metrics = {}
     for name, trajectories in files.items():
-        write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
         metrics[name] = measure(trajectories, domain) | environments[0].about
+        write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
     for name in costs:
         metrics[name]["costs"] = costs[name]
     if args.baseline:

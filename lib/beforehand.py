@@ -1,5 +1,5 @@
 """What the training data say before the agent is trained: does the untrained model read c (03), and do SWEET's pairs
-teach the agent to answer or to ask (04)? docs/which.md says what follows."""
+teach the agent to answer or to ask (04)? docs/faq.md says what follows."""
 import collections
 
 from lib.data import name_of

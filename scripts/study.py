@@ -3,7 +3,7 @@
 Reads   scripts/recipes.toml: the commands of each domain. `base`, the base model, is also an arm.
 Writes  OUT/seedN/: tasks, dialogues, critics and agents of a seed, each with a log
         OUT/report/ (05); OUT/table.csv: a row for each arm and size, round or setting
-        OUT/tasks.csv: success and rounds of each task, seed and arm (scripts/table.py makes a table of it)
+        OUT/tasks.csv: success, rounds and ending of each dialogue, and whether all was known (for scripts/table.py)
 
 The arms of a seed share tasks, dialogues and critics. The same command continues where the last one stopped. To make an
 arm again with other settings or other code, remove it: rm -r OUT/seed*/ARM*
@@ -272,7 +272,9 @@ def write_tables(out, points):
                 "seed": runs[dialogue.get("run", 0)].seed,           # 05 numbers the files of a name
                 "arm": name,
                 "success": float(domain_of(dialogue["task"]).eval_score(dialogue)),
-                "rounds": dialogue["num_rounds"]})
+                "rounds": dialogue["num_rounds"],
+                "known": dialogue["known"],
+                "ending": dialogue["ending"]})
     write_csv(out / "table.csv", rows)
     write_csv(out / "tasks.csv", task_rows)
     say(f"writes {out}/table.csv, {out}/tasks.csv; the page: {report}/report.html")

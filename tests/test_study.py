@@ -61,7 +61,7 @@ def write_report(folder, files):
     (folder / "metrics.json").write_text(json.dumps(dict.fromkeys(files, metrics)))
     for name, paths in files.items():
         task = {"family": "f", "problem_description": "", "ground_truth": "", "test_cases": {"test1": "f()"}}
-        row = {"task_id": "a", "task": task, "sample": 1, "reward": 1}
+        row = {"task_id": "a", "task": task, "sample": 1, "reward": 1, "known": True, "ending": "answered"}
         rows = [row | {"run": 0, "sample": 0, "reward": 0, "num_rounds": 3}]
         rows += [row | {"run": run, "num_rounds": 3 + run} for run in range(len(paths))]
         write(folder / "scored" / f"{name}.jsonl", rows)
@@ -244,8 +244,8 @@ def test_the_tables(call):
         "method": "rft", "dialogues": "80", "round": "1", "n": "3", "success": "0.5", "rounds": "4.25",
         "trained_tokens": "10", "generated_tokens": "20", "low": "0.25", "high": "0.75"}]
     assert [list(row.values()) for row in rows_of("o/tasks.csv")] == [
-        ["a", "f", "0", "5", "rft@80", "0.0", "3"], ["a", "f", "1", "5", "rft@80", "1.0", "3"],
-        ["a", "f", "1", "6", "rft@80", "1.0", "4"]]
+        ["a", "f", sample, seed, "rft@80", success, rounds, "True", "answered"] for sample, seed, success, rounds in
+        (("0", "5", "0.0", "3"), ("1", "5", "1.0", "3"), ("1", "6", "1.0", "4"))]
     call("base", "rft", "--seeds", "5", "6", "--rounds", "2")
     rounds = [(row["method"], row["round"]) for row in rows_of("o/table.csv")]
     assert rounds == [("base", ""), ("rft", "1"), ("rft", "2")]
