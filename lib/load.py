@@ -181,15 +181,7 @@ def reads_images(name):
     """True if a model is a vision-language model and not also a language model."""
     import transformers
     is_gguf = name == "smollm2"                                     # a language model; its file takes seconds to read
-    return not is_gguf and class_of(read_config(name)) is transformers.AutoModelForImageTextToText
-
-
-def class_of(config):
-    """The transformers class that builds the model of a configuration."""
-    import transformers
-    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return transformers.AutoModelForCausalLM
-    return transformers.AutoModelForImageTextToText
+    return not is_gguf and type(read_config(name)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def most_positions(config):
@@ -446,7 +438,11 @@ def read_whole(name, dtype, lora, seed, tensors):
 
 def meta_model(config, dtype=torch.float32, **options):
     """The model of a configuration without weights. Call it under torch.device("meta")."""
-    return class_of(config).from_config(config, dtype=dtype, trust_remote_code=False, **options)
+    import transformers
+    kind = transformers.AutoModelForImageTextToText
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = transformers.AutoModelForCausalLM
+    return kind.from_config(config, dtype=dtype, trust_remote_code=False, **options)
 
 
 def load_head(head, folder):
