@@ -394,7 +394,7 @@ def num_loss_terms(example):
     """Number of terms that an example adds to the step's loss: its pairs or, for imitation, its action tokens."""
     if example.action_pairs:
         return len(example.action_pairs)
-    return sum(number >= 0 for item in example.items for row in item for number in row.action_ids)
+    return sum(number >= 0 for item in example.items for sequence in item for number in sequence.action_ids)
 
 
 def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):

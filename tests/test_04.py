@@ -89,9 +89,9 @@ def test_pairs_are_better_half_against_worse_half():
     assert len(pairs) == 200
     assert {a for a, _ in pairs} == {1, 3, 5, 7} and {b for _, b in pairs} == {0, 2, 4, 6}  # 8 is the middle, 9 was cut
     row = {"candidates": candidates[:6], "advantages": [6, 5, 4, 3, 2, 1]}
-    pairs = policy_stage.candidate_pairs(row, 200, random.Random(0), barred=[0, 2, 4])       # never chosen (answers.py)
-    assert {a for a, _ in pairs} == {1} and {b for _, b in pairs} == {3, 4, 5}
-    assert policy_stage.candidate_pairs(row, 200, random.Random(0), barred=[0, 1, 2]) == []
+    pairs = policy_stage.candidate_pairs(row, 200, random.Random(0), among=[0, 2, 3, 5])     # of one kind (answers.py)
+    assert {a for a, _ in pairs} == {0, 2} and {b for _, b in pairs} == {3, 5}
+    assert policy_stage.candidate_pairs(row, 200, random.Random(0), among=[0]) == []
 
 
 def test_equal_advantages_make_no_pair_and_change_no_other(tiny, tmp_path, capsys):
