@@ -308,6 +308,10 @@ class FactDomain(Domain):
             return "signature"
         return "code" if runs & token_runs(reply) else None
 
+    def eval_score(self, trajectory):
+        """The reward is the share of the tests passed; a success passes all."""
+        return trajectory["reward"] == 1
+
     def measure(self, trajectories):
         """"faults": counts of failed tests by reason."""
         faults = collections.Counter()

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 
 from colbench import domain_of, own, task_id
-from colbench.domain import REWARD
+from colbench.domain import Domain, REWARD
 from colbench.schema import label, list_of, nullable, one_of, record, token_ids, whole
 from lib.runtime import InputError, on_main, read_jsonl, say
 
@@ -174,10 +174,10 @@ def fill_rewards(trajectories, output):
 
 
 def say_graded(trajectories):
-    """Say so if rewards between 0 and 1 count as failures."""
+    """Say so if rewards between 0 and 1 count as failures, and the domain does not say itself what a success is."""
     domain = domain_of(trajectories[0]["task"])
-    graded = [t for t in trajectories if 0 < t.get("reward", 0) < 1 and domain.eval_score(t) == 0]
-    if graded and domain.MIN_RETURN_GAP is None:
+    graded = [t for t in trajectories if 0 < t.get("reward", 0) < 1]
+    if graded and domain.MIN_RETURN_GAP is None and type(domain).eval_score is Domain.eval_score:
         say(f"{len(graded):,} of {len(trajectories):,} rewards are between 0 and 1 and count as failures (graded "
             "rewards: set MIN_RETURN_GAP and eval_score of the domain)")
 
