@@ -28,28 +28,7 @@ scripts/critics.py measures critics, and whether a model reads c.
     python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --critic out/critic \\
         --candidates out/sweet --costs --out out/report
 """
-import asyncio
-import collections
-import itertools
-import pathlib
-import re
-import shlex
-import sys
-
-import common
-from colbench import domain_of
-from colbench.schema import list_of
-from lib import data, flags, runtime, statistics
-from lib.report.export import export
-from lib.report.page import about_lines, page_data, write_report
-from lib.report.plots import report_plots
-from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
-from lib.runtime import InputError, Output, read_jsonl, run_stage, say, start, write_json, write_jsonl
-from lib.scorer import load_whole
-from lib.tokens import shown_system
-
-MAX_TOKENS = 16384               # in a batch without gradients, and in a dialogue whose turns get advantages
-
+from lib import flags
 
 # ---------------------------------------------------------------------------------------------------------------------
 # arguments
@@ -78,6 +57,32 @@ def parse_args(argv=None):
     if args.baseline and args.baseline not in names:
         parser.error(f"--baseline {args.baseline}: not one of {', '.join(names)}")
     return args
+
+
+if __name__ == "__main__":
+    parse_args()                    # answers --help and wrong flags before the imports below, which take seconds
+
+import asyncio
+import collections
+import itertools
+import pathlib
+import re
+import shlex
+import sys
+
+import common
+from colbench import domain_of
+from colbench.schema import list_of
+from lib import data, runtime, statistics
+from lib.report.export import export
+from lib.report.page import about_lines, page_data, write_report
+from lib.report.plots import report_plots
+from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
+from lib.runtime import InputError, Output, read_jsonl, run_stage, say, start, write_json, write_jsonl
+from lib.scorer import load_whole
+from lib.tokens import shown_system
+
+MAX_TOKENS = 16384               # in a batch without gradients, and in a dialogue whose turns get advantages
 
 
 # ---------------------------------------------------------------------------------------------------------------------

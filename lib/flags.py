@@ -1,10 +1,12 @@
-"""Flags that several stages share, and presets."""
+"""Flags that several stages share, and presets. It imports nothing that takes seconds, as flags are read first."""
 import argparse
+import importlib.util
 import math
+import sys
 
 from lib import VERSION
-from lib.runtime import optional
-from lib.servers import is_server
+
+UNTRAINED = "untrained"         # --critic: the base model, with no training
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -27,6 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 def argument_parser(docstring):
     """A parser with --version, whose --help shows the stage's docstring and every default."""
+    sys.__stdout__.reconfigure(errors="backslashreplace")            # text that cannot be encoded must not end a run
     parser = Parser(description=docstring, formatter_class=Formatter, usage="%(prog)s … (arguments below)")
     parser.add_argument("--version", action="version", version=f"SWEET-RL, minimal {VERSION}")
     return parser
@@ -85,7 +88,8 @@ def text_flag(text):
 
 def project_flag(text):
     """A type: a project of trackio, which must be installed."""
-    optional("trackio", "--track: needs")
+    if importlib.util.find_spec("trackio") is None:
+        raise argparse.ArgumentTypeError("needs trackio: pip install trackio")
     return text
 
 
@@ -95,6 +99,11 @@ def named_paths(text):
     if not name or not paths or "/" in name:
         raise argparse.ArgumentTypeError(f"{text[:80]}: must be NAME=PATH, where NAME has no /")
     return name, paths.split(",")
+
+
+def is_server(name):
+    """Whether the name of a model is the address of a server."""
+    return name.startswith(("http://", "https://"))
 
 
 def add_overwrite(parser):

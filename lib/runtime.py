@@ -33,7 +33,6 @@ Runtime = namedtuple("Runtime", "rank world_size device")
 def run_stage(main):
     """Run a stage's main(). InputError and OSError become one line on stderr, exit status 2.
     colbench's log goes to stdout."""
-    sys.stdout.reconfigure(errors="backslashreplace")                # text that cannot be encoded must not end a run
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("colbench").setLevel("INFO" if os.environ.get("RANK", "0") == "0" else "WARNING")
     try:
