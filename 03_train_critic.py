@@ -1,7 +1,9 @@
 """Stage 3: train the turn-level critic, which sees the solution c.
 
 Reads   trajectories.jsonl (02) with rewards, a model.
-Writes  a critic folder: a model folder with critic.json and metrics.jsonl.
+Writes  a critic folder: a model folder with critic.json (how it scores, the reference model,
+        "held_out_pair_accuracy", "num_held_out_pairs") and metrics.jsonl, a step per line: {"step", "loss", "acc",
+        "margin", "chosen", "nll", "lr", "gnorm", "tokens", "tokens_per_s", "peak_memory_mb", "seconds"}.
 
 A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c in a short text before
 the first message (Domain.SOLUTION_TEXT):

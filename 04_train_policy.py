@@ -1,8 +1,13 @@
 """Stage 4: train the agent, by SWEET-RL or by one of its baselines.
 
 Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
-Writes  a model folder with metrics.jsonl and agent.json (its system prompt in training); for sweet also
-        candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
+Writes  a model folder with metrics.jsonl (as 03) and agent.json (its system prompt in training); for sweet also, for
+        each agent turn used, a line of
+        candidates.jsonl (without --candidates)  {"task_id", "sample", "turn", "task", "history", "max_rounds", "prompt"
+                       (o_t, as the agent reads it), "candidates": [{"text", "ids", "ended"}, …]}
+        scored.jsonl   the same with "advantages", eq. 3 of each candidate
+        and pairs.jsonl  {"task_id", "sample", "turn", "prompt", "chosen", "rejected"}; the last two are candidates with
+                       their "advantage".
 
 --method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
                  score each by the critic's A(o_t, a, c) (eq. 3), draw --pairs-per-turn pairs, with replacement, of a

@@ -180,7 +180,9 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
     parser.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the examples")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="examples per step, over all ranks")
-    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate (warm-up, cosine)")
+    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate (warm-up, "
+                        "cosine). The default is the paper's, for models of 8B. Small models need more: models/tiny "
+                        "3e-5 to 1e-3 (scripts/recipes.toml)")
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01, help="weight of the chosen side's NLL")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",

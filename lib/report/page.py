@@ -49,6 +49,7 @@ def page_data(files, domain, forms, states=()):
         item["t"] = places[item["t"]]
     return {
         "graded": domain.MIN_RETURN_GAP is not None,
+        "meanings": domain.MEANINGS,
         "methods": list(files),
         "forms": forms,
         "tasks": list(tasks.values()),
