@@ -260,7 +260,7 @@ def main(argv=None):
         accuracy = held_out_accuracy(scorer, examples[num_trained:], ref_logps[num_trained:], critic, args.max_tokens)
         say(f"held-out pair accuracy: {accuracy:.3f} on {num_pairs} pairs of held-out tasks")
     else:
-        say("held-out pair accuracy: not measured, no held-out pairs")
+        say("held-out pair accuracy: not measured, no held-out pairs (with few tasks raise --held-out-frac)")
     if job.run.rank == 0:
         write_json(pathlib.Path(args.out) / "critic.json", {
             **critic.note(),

@@ -258,7 +258,7 @@ def held_out_accuracy(folder):
     path = folder / "critic.json"
     if not path.exists():
         return "-"
-    critic = read_json(path, dict)
+    critic = read_json(path, common.CRITIC)
     if critic.get("held_out_pair_accuracy") is None:
         return "not measured"
     return f"{critic['held_out_pair_accuracy']:.3f} ({critic['num_held_out_pairs']:,} pairs)"

@@ -123,9 +123,10 @@ def reward_panels(rewards):
         figure = Figure((5, 2), layout="constrained")
         axes = figure.subplots()
         axes.stairs(shares[name], edges, fill=True, color=COLOURS[0])
-        axes.set_ylim(0, max(map(max, shares.values())))             # the same for all
+        axes.set_ylim(0, 1.05 * max(map(max, shares.values())))      # the same for all
         axes.set_title(name, fontsize=11)
         axes.set_xlabel("reward")
+        axes.set_axisbelow(True)
         axes.grid(axis="y")
         svgs.append(as_svg(figure, f"rewards-{number}"))
     return svgs
