@@ -3,6 +3,7 @@ colours that colour-blind people can tell apart, by dashes and by markers."""
 import io
 import math
 import re
+import textwrap
 
 import numpy as np
 from matplotlib import cycler, rc_context
@@ -87,25 +88,37 @@ def loss_groups(histories):
     return groups
 
 
+def new_panel(title, x_label, height):
+    figure = Figure((5, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(textwrap.fill(title, 60), fontsize=11)
+    axes.set_xlabel(x_label)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y")
+    return figure, axes
+
+
 def training_panels(histories):
     """An SVG for each group of losses and each of PANELS, smoothed, and one of the legend.
     histories: {name: rows of a metrics.jsonl}."""
     groups = loss_groups(histories)
-    panels = [("loss", f"loss ({', '.join(names)})" if len(groups) > 1 else "loss", names) for names in groups]
-    panels += [(key, title, list(histories)) for key, title in PANELS.items()]
+    panels = []
+    for names in groups:
+        title = f"loss ({', '.join(names)})" if len(groups) > 1 else "loss"
+        panels.append(("loss", title, names))
+    for key, title in PANELS.items():
+        panels.append((key, title, list(histories)))
     looks = dict(zip(histories, LOOKS))
-    svgs, handles = [], {}
+    svgs, handles = [], {}                                           # handles: of the legend
     for number, (key, title, names) in enumerate(panels):
-        figure = Figure((5, 3.2), layout="constrained")
-        axes = figure.subplots()
+        figure, axes = new_panel(title, "share of its steps", 3.2)
         for name in names:
             shares, values = history_points(histories[name], key)
-            label = f"{name} (loss {values[0]:.3g} to {values[-1]:.3g})" if len(values) else name
-            [line] = axes.plot(shares, values, markersize=4, linewidth=1.5, markevery=0.2, label=label, **looks[name])
-            handles.setdefault(name, line)                           # the first is of its loss
-        axes.set_title(title, fontsize=11, wrap=True)
-        axes.set_xlabel("share of its steps")
-        axes.grid(axis="y")
+            [line] = axes.plot(shares, values, markersize=4, linewidth=1.5, markevery=0.2, label=name, **looks[name])
+            if key == "loss":
+                handles[name] = line
+                if len(values):
+                    line.set_label(f"{name} (loss {values[0]:.3g} to {values[-1]:.3g})")
         svgs.append(as_svg(figure, f"training-{number}"))
     legend = Figure((5, 3.2))
     legend.legend(handles=[handles[name] for name in histories], loc="center", fontsize=11)
@@ -113,21 +126,20 @@ def training_panels(histories):
 
 
 def reward_panels(rewards):
-    """An SVG for each method: the share of its dialogues in each tenth of the rewards. rewards: {name: [a reward, …]}.
-    """
-    lowest = min(0, *map(min, rewards.values()))
-    edges = np.linspace(math.floor(10 * lowest) / 10, 1, 11)
-    shares = {name: np.histogram(values, edges)[0] / len(values) for name, values in rewards.items()}
+    """An SVG for each method: the share of its dialogues in each tenth of the range of rewards.
+    rewards: {name: [a reward, …]}."""
+    lowest = min(map(min, rewards.values()))
+    edges = np.linspace(-1 if lowest < 0 else 0, 1, 11)
+    shares = {}
+    for name, values in rewards.items():
+        counts, _ = np.histogram(np.clip(values, edges[0], 1), edges)
+        shares[name] = counts / len(values)
+    highest = max(map(max, shares.values()))
     svgs = []
     for number, name in enumerate(rewards):
-        figure = Figure((5, 2), layout="constrained")
-        axes = figure.subplots()
+        figure, axes = new_panel(name, "reward", 2)
         axes.stairs(shares[name], edges, fill=True, color=COLOURS[0])
-        axes.set_ylim(0, 1.05 * max(map(max, shares.values())))      # the same for all
-        axes.set_title(name, fontsize=11)
-        axes.set_xlabel("reward")
-        axes.set_axisbelow(True)
-        axes.grid(axis="y")
+        axes.set_ylim(0, 1.05 * highest)                             # the same for all
         svgs.append(as_svg(figure, f"rewards-{number}"))
     return svgs
 
