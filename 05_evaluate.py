@@ -400,7 +400,8 @@ def main(argv=None):
     page = page_data(files, domain, forms, states)
     rewards = {}
     if domain.MIN_RETURN_GAP is not None:
-        rewards = {name: [row["reward"] for row in trajectories] for name, trajectories in files.items()}
+        for name, trajectories in files.items():
+            rewards[name] = [trajectory["reward"] for trajectory in trajectories]
     plots = report_plots(metric, curves_of(metrics), histories, rewards)
     rollouts = {name: runtime.read_args(runs[0])["args"] for name, runs in paths.items()}
     about = about_lines(shlex.join(["python", "05_evaluate.py", *map(str, argv or sys.argv[1:])]), rollouts)
