@@ -239,6 +239,8 @@ class FactDomain(Domain):
     """Base class of functions and queries, whose tasks have facts. A subclass defines learned, kind_of and text_of."""
 
     MARKER = "I WANT TO ANSWER:"    # what follows it in an agent's turn is the answer
+    MEANINGS = {"all known": "share of the dialogues in which the agent knew all that matters before its last turn",
+                "when known": "success where the agent knew all that matters before its last turn"}
 
     def learned(self, task, message, reply):
         """The facts (indices) that become known by a message and the reply to it."""

@@ -86,6 +86,18 @@ def num_tokens(example):
     return sum(len(sequence.ids) for item in example.items for sequence in item)
 
 
+def kind_of_examples(examples):
+    """What the examples are, as "62 pairs of dialogues"."""
+    first = examples[0]
+    kind = "dialogues"
+    if len(first.items) > 1:
+        kind = "pairs of dialogues"
+    elif first.pairs:
+        kind = "pairs of turns"
+    number = sum(len(example.pairs) or 1 for example in examples)
+    return f"{number:,} {kind}"
+
+
 def show_samples(tokenizer, example):
     """Print an example as text before training, with the tokens that the loss sees in [brackets]. Each action of a tree
     starts a new line."""
@@ -185,6 +197,7 @@ class Loop:
         self.batches = batches[:schedule.max_steps]
         self.num_steps = len(self.batches)
         say(f"{len(examples):,} examples, {self.num_steps:,} steps of at most {schedule.batch_size}")
+        self.output.note(trained_on=kind_of_examples(examples))
         self.optimizer = adamw(scorer, schedule.lr)
         self.checkpoints = Checkpoints(self.output.path, scorer, self.optimizer)
         self.first_step = self.checkpoints.load()
