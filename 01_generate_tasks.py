@@ -24,6 +24,65 @@ as user simulator; for tasks written by a model, the prompt and the checks are o
     python 01_generate_tasks.py --split train --num-tasks 1000 --out out/train.jsonl
     python 01_generate_tasks.py --source llm --model http://localhost:8000/v1#NAME --split train --out llm/train.jsonl
 """
+from colbench import DOMAINS, SPLITS
+from lib import flags
+
+# ---------------------------------------------------------------------------------------------------------------------
+# arguments
+
+SOURCES = "template", "llm", "colbench", "websight"
+FLAG_SOURCES = {"path": ["colbench", "websight"], "trajectories": ["colbench"], "model": ["llm"], "seeds": ["llm"],
+                "max_attempts": ["llm"]}                                # flags of only some sources
+
+
+def parse_args(argv=None):
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("--source", choices=SOURCES, default="template", help="where tasks come from")
+    parser.add_argument("--domain", choices=list(DOMAINS), default="backend", help="kind of tasks")
+    parser.add_argument("--num-tasks", type=flags.positive_int, help="tasks to write (None: 1000; colbench: all)")
+    parser.add_argument("--split", choices=["all", *SPLITS], default="all", help="the split (colbench: its own)")
+    parser.add_argument("--told", choices=["none", "some", "all"], default="some", help="facts in the request: "
+                        "none, one (for pages one or two) in 30 %% of the tasks, or all (clear requests)")
+    parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the tasks, or of their order")
+    parser.add_argument("--out", help="tasks file to write (JSONL); with --check its findings (optional)")
+    parser.add_argument("--check", metavar="FILE", help="check the tasks of this file instead of making any")
+    # the published data
+    parser.add_argument("--path", metavar="LOCAL_COPY", help="colbench: a folder with the published files, or one "
+                        "JSONL file, which is used whole; websight: a parquet or JSONL file, or a folder of parquet "
+                        "files (None: from the hub)")
+    parser.add_argument("--trajectories", action="store_true", help="colbench: take the offline trajectories instead")
+    # a model that writes tasks
+    parser.add_argument("--model", help="llm: a folder, a hub id, smollm2, or a server http://HOST:PORT/v1#NAME")
+    parser.add_argument("--seeds", metavar="FILE", help='llm: idea texts, JSONL with "text" or paragraphs (None: ours)')
+    parser.add_argument("--max-attempts", type=flags.positive_int,
+                        help="llm: most replies (None: 20 per task, divided by the share of --split)")
+    parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="llm: of the model")
+    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=2048, help="llm: tokens per reply")
+    parser.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="llm: attempts in flight")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="llm: of a local model")
+    flags.add_world(parser)
+    flags.add_overwrite(parser)
+    args = parser.parse_args(argv)
+    if not args.out and not args.check:
+        parser.error("the following arguments are required: --out")
+    for name, sources in FLAG_SOURCES.items():
+        if getattr(args, name) and args.source not in sources:
+            parser.error(f"--{name.replace('_', '-')} needs --source {' or '.join(sources)}")
+    if args.source == "websight":
+        args.domain = "frontend"
+    if args.source != "colbench" and args.num_tasks is None:
+        args.num_tasks = 1000
+    if args.source == "llm":
+        if not args.model or args.domain != "backend":
+            parser.error("--source llm needs --model, and writes only functions (--domain backend)")
+        share_percent = 100 if args.split == "all" else len(SPLITS[args.split])
+        args.max_attempts = args.max_attempts or 20 * args.num_tasks * 100 // share_percent
+    return args
+
+
+if __name__ == "__main__":
+    parse_args()                    # answers --help and wrong flags before the imports below, which take seconds
+
 import asyncio
 import collections
 import functools
@@ -34,10 +93,10 @@ import re
 import warnings
 from typing import NamedTuple
 
-from colbench import domain_of, DOMAINS, in_split, make_tasks, published, SPLITS, task_id, written
+from colbench import domain_of, in_split, make_tasks, published, task_id, written
 from colbench.schema import open_lines
 from colbench.scorer import check_tasks, Scorer
-from lib import data, flags, runtime
+from lib import data, runtime
 from lib.runtime import InputError, Output, read_jsonl, RowFile, run_stage, say, start, write_jsonl
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.tokens import strip_thoughts, system_prompt
@@ -239,11 +298,6 @@ def websight_tasks(path, split, num_tasks):
     return tasks
 
 
-SOURCES = "template", "llm", "colbench", "websight"
-FLAG_SOURCES = {"path": ["colbench", "websight"], "trajectories": ["colbench"], "model": ["llm"], "seeds": ["llm"],
-                "max_attempts": ["llm"]}                                # flags of only some sources
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 def checked(tasks, path, unsafe_scorer):
@@ -262,51 +316,6 @@ def checked(tasks, path, unsafe_scorer):
         f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
         f"solves {constants.count(1) / len(constants):.1%} of the tasks")
     return checks
-
-
-def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__)
-    parser.add_argument("--source", choices=SOURCES, default="template", help="where tasks come from")
-    parser.add_argument("--domain", choices=list(DOMAINS), default="backend", help="kind of tasks")
-    parser.add_argument("--num-tasks", type=flags.positive_int, help="tasks to write (None: 1000; colbench: all)")
-    parser.add_argument("--split", choices=["all", *SPLITS], default="all", help="the split (colbench: its own)")
-    parser.add_argument("--told", choices=["none", "some", "all"], default="some", help="facts in the request: "
-                        "none, one (for pages one or two) in 30 %% of the tasks, or all (clear requests)")
-    parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the tasks, or of their order")
-    parser.add_argument("--out", help="tasks file to write (JSONL); with --check its findings (optional)")
-    parser.add_argument("--check", metavar="FILE", help="check the tasks of this file instead of making any")
-    # the published data
-    parser.add_argument("--path", metavar="LOCAL_COPY", help="colbench: a folder with the published files, or one "
-                        "JSONL file, which is used whole; websight: a parquet or JSONL file, or a folder of parquet "
-                        "files (None: from the hub)")
-    parser.add_argument("--trajectories", action="store_true", help="colbench: take the offline trajectories instead")
-    # a model that writes tasks
-    parser.add_argument("--model", help="llm: a folder, a hub id, smollm2, or a server http://HOST:PORT/v1#NAME")
-    parser.add_argument("--seeds", metavar="FILE", help='llm: idea texts, JSONL with "text" or paragraphs (None: ours)')
-    parser.add_argument("--max-attempts", type=flags.positive_int,
-                        help="llm: most replies (None: 20 per task, divided by the share of --split)")
-    parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="llm: of the model")
-    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=2048, help="llm: tokens per reply")
-    parser.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="llm: attempts in flight")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="llm: of a local model")
-    flags.add_world(parser)
-    flags.add_overwrite(parser)
-    args = parser.parse_args(argv)
-    if not args.out and not args.check:
-        parser.error("the following arguments are required: --out")
-    for name, sources in FLAG_SOURCES.items():
-        if getattr(args, name) and args.source not in sources:
-            parser.error(f"--{name.replace('_', '-')} needs --source {' or '.join(sources)}")
-    if args.source == "websight":
-        args.domain = "frontend"
-    if args.source != "colbench" and args.num_tasks is None:
-        args.num_tasks = 1000
-    if args.source == "llm":
-        if not args.model or args.domain != "backend":
-            parser.error("--source llm needs --model, and writes only functions (--domain backend)")
-        share_percent = 100 if args.split == "all" else len(SPLITS[args.split])
-        args.max_attempts = args.max_attempts or 20 * args.num_tasks * 100 // share_percent
-    return args
 
 
 def main(argv=None):

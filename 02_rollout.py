@@ -22,12 +22,92 @@ Differs from the paper: the agent is told when the last round starts. The prompt
     torchrun --nproc-per-node 8 02_rollout.py --tasks tasks.jsonl --agent meta-llama/Llama-3.1-8B-Instruct \\
         --simulator http://localhost:8000/v1#meta-llama/Llama-3.1-70B-Instruct --out trajectories.jsonl
 """
-import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
+import json
+
+from colbench.schema import table_of
+from lib import flags
+from lib.flags import is_server, UNTRAINED
+
+# ---------------------------------------------------------------------------------------------------------------------
+# arguments
+
+ROLES = "agent", "simulator", "judge"
+
+
+PAPER = {"dtype": "bfloat16", "max_rounds": 10, "temperature": 1.0}
+PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend": PAPER}
+
+
+def parse_args(argv=None):
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("--tasks", type=flags.text_flag, required=True, help="tasks (01); --branch: trajectories")
+    parser.add_argument("--agent", type=flags.text_flag, required=True, help="a model (folder, hub id, smollm2, a "
+                        "server), or a scripted agent of the domain: script, script-informed (knows c), …")
+    parser.add_argument("--simulator", type=flags.text_flag, default="rules", help="the user: rules, or a model")
+    parser.add_argument("--out", type=flags.text_flag, required=True, help="trajectories file to write (JSONL)")
+    parser.add_argument("--samples", type=flags.positive_int, default=1, help="dialogues per task")
+    parser.add_argument("--max-rounds", type=flags.positive_int, default=10, help="agent turns in a dialogue")
+    parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
+    parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the agent")
+    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="most tokens in a turn")
+    parser.add_argument("--simulator-max-new-tokens", type=flags.num_tokens_flag,
+                        help="most tokens in a simulator model's reply (None: the domain's REPLY_TOKENS)")
+    parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the samples")
+    group = parser.add_argument_group("critics")
+    group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")
+    group.add_argument("--critic", type=flags.text_flag, help="selects one of --best-of: a critic folder (03); "
+                       "judge:MODEL; untrained (the agent itself, with a reference model that does not see c)")
+    flags.add_reference(group)
+    group.add_argument("--branch", type=flags.positive_int, metavar="N", help="continue from N turns of trajectories")
+    group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8, help="messages per such turn")
+    group = parser.add_argument_group("models and servers")
+    group.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="dialogues in flight")
+    group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
+    group.add_argument("--max-length", type=flags.positive_int, default=16384, help="most tokens in a prompt and reply")
+    group.add_argument("--max-tokens", type=flags.positive_int, default=16384, help="tokens per pass of --critic")
+    group.add_argument("--system-prompt", type=flags.text_flag, metavar="FILE", help="used verbatim as the agent's "
+                       "system prompt; also drops the \"(last round)\" note")
+    group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of chat "
+                       "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
+    group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL", help="tokenizer of an agent behind "
+                       "vLLM: keeps the sampled ids and the prompt, so that 03 and 04 train on exactly these; "
+                       "--best-of needs it for a critic that reads tokens")
+    parser.add_argument("--track", type=flags.project_flag, metavar="PROJECT", help="log the number of dialogues "
+                        "and their mean return to this project of trackio (pip install trackio)")
+    flags.add_world(parser)
+    flags.add_overwrite(parser)
+    flags.set_preset(parser, PRESETS, argv)
+    args = parser.parse_args(argv)
+    if args.single_turn:
+        args.max_rounds = 1
+    if args.best_of > 1 and (args.critic is None or is_scripted(args.agent)):
+        parser.error("--best-of needs an agent that is a model, and --critic DIR, judge:MODEL or untrained")
+    if args.reference_sees_c is not None and args.best_of == 1:
+        parser.error("--reference-sees-c goes with --best-of")
+    if args.critic == UNTRAINED and is_server(args.agent):
+        parser.error(f"--critic {UNTRAINED}: needs the agent's weights, which a server does not provide")
+    if args.branch and (is_scripted(args.agent) or args.best_of > 1):
+        parser.error("--branch needs an agent that is a model, and cannot be used with --best-of")
+    if args.system_prompt and is_scripted(args.agent):
+        parser.error("--system-prompt is for an agent that is a model")
+    if table_of(dict)(args.chat_template_args) or not args.chat_template_args.keys() <= set(ROLES):
+        parser.error("--chat-template-args: an object with an object for agent, simulator or judge")
+    if args.agent_tokenizer and not is_server(args.agent):
+        parser.error("--agent-tokenizer is for an agent behind http://; others have their own")
+    return args
+
+
+def is_scripted(agent):
+    return agent.startswith("script")
+
+
+if __name__ == "__main__":
+    parse_args()                    # answers --help and wrong flags before the imports below, which take seconds
+
 import asyncio
 import collections
 import dataclasses
 import functools
-import json
 import random
 import re
 import time
@@ -35,18 +115,15 @@ from typing import Callable, NamedTuple
 
 import common
 from colbench import domain_of, task_id
-from colbench.schema import table_of
-from lib import data, flags, runtime
+from lib import data, runtime
 from lib.load import load_tokenizer
 from lib.logps import load_whole, TooLong
 from lib.runtime import gather, InputError, Output, read_text, RowFile, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
-from lib.servers import is_server, NoRoom, ReplyError
+from lib.servers import NoRoom, ReplyError
 from lib.statistics import agent_places, ending_of, heading_of, mean_over_tasks, measure_endings, measure_turns
 from lib.tokens import agent_messages, check_prompt, system_prompt, tokenizer_name
 from lib.vision import load_vision
-
-ROLES = "agent", "simulator", "judge"
 
 
 @dataclasses.dataclass
@@ -384,73 +461,6 @@ def summary(path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-PAPER = {"dtype": "bfloat16", "max_rounds": 10, "temperature": 1.0}
-PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend": PAPER}
-
-
-def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__)
-    parser.add_argument("--tasks", type=flags.text_flag, required=True, help="tasks (01); --branch: trajectories")
-    parser.add_argument("--agent", type=flags.text_flag, required=True, help="a model (folder, hub id, smollm2, a "
-                        "server), or a scripted agent of the domain: script, script-informed (knows c), …")
-    parser.add_argument("--simulator", type=flags.text_flag, default="rules", help="the user: rules, or a model")
-    parser.add_argument("--out", type=flags.text_flag, required=True, help="trajectories file to write (JSONL)")
-    parser.add_argument("--samples", type=flags.positive_int, default=1, help="dialogues per task")
-    parser.add_argument("--max-rounds", type=flags.positive_int, default=10, help="agent turns in a dialogue")
-    parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
-    parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the agent")
-    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="most tokens in a turn")
-    parser.add_argument("--simulator-max-new-tokens", type=flags.num_tokens_flag,
-                        help="most tokens in a simulator model's reply (None: the domain's REPLY_TOKENS)")
-    parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the samples")
-    group = parser.add_argument_group("critics")
-    group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")
-    group.add_argument("--critic", type=flags.text_flag, help="selects one of --best-of: a critic folder (03); "
-                       "judge:MODEL; untrained (the agent itself, with a reference model that does not see c)")
-    flags.add_reference(group)
-    group.add_argument("--branch", type=flags.positive_int, metavar="N", help="continue from N turns of trajectories")
-    group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8, help="messages per such turn")
-    group = parser.add_argument_group("models and servers")
-    group.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="dialogues in flight")
-    group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
-    group.add_argument("--max-length", type=flags.positive_int, default=16384, help="most tokens in a prompt and reply")
-    group.add_argument("--max-tokens", type=flags.positive_int, default=16384, help="tokens per pass of --critic")
-    group.add_argument("--system-prompt", type=flags.text_flag, metavar="FILE", help="used verbatim as the agent's "
-                       "system prompt; also drops the \"(last round)\" note")
-    group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of chat "
-                       "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
-    group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL", help="tokenizer of an agent behind "
-                       "vLLM: keeps the sampled ids and the prompt, so that 03 and 04 train on exactly these; "
-                       "--best-of needs it for a critic that reads tokens")
-    parser.add_argument("--track", type=flags.project_flag, metavar="PROJECT", help="log the number of dialogues "
-                        "and their mean return to this project of trackio (pip install trackio)")
-    flags.add_world(parser)
-    flags.add_overwrite(parser)
-    flags.set_preset(parser, PRESETS, argv)
-    args = parser.parse_args(argv)
-    if args.single_turn:
-        args.max_rounds = 1
-    if args.best_of > 1 and (args.critic is None or is_scripted(args.agent)):
-        parser.error("--best-of needs an agent that is a model, and --critic DIR, judge:MODEL or untrained")
-    if args.reference_sees_c is not None and args.best_of == 1:
-        parser.error("--reference-sees-c goes with --best-of")
-    if args.critic == common.UNTRAINED and is_server(args.agent):
-        parser.error(f"--critic {common.UNTRAINED}: needs the agent's weights, which a server does not provide")
-    if args.branch and (is_scripted(args.agent) or args.best_of > 1):
-        parser.error("--branch needs an agent that is a model, and cannot be used with --best-of")
-    if args.system_prompt and is_scripted(args.agent):
-        parser.error("--system-prompt is for an agent that is a model")
-    if table_of(dict)(args.chat_template_args) or not args.chat_template_args.keys() <= set(ROLES):
-        parser.error("--chat-template-args: an object with an object for agent, simulator or judge")
-    if args.agent_tokenizer and not is_server(args.agent):
-        parser.error("--agent-tokenizer is for an agent behind http://; others have their own")
-    return args
-
-
-def is_scripted(agent):
-    return agent.startswith("script")
-
 
 def model_names(settings):
     """{role: the model that plays it}."""

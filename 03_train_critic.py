@@ -1,7 +1,9 @@
 """Stage 3: train the turn-level critic, which sees the solution c.
 
 Reads   trajectories.jsonl (02) with rewards, a model.
-Writes  a critic folder: a model folder with critic.json and metrics.jsonl.
+Writes  a critic folder: a model folder with critic.json (how it scores, the reference model,
+        "held_out_pair_accuracy", "num_held_out_pairs") and metrics.jsonl, a step per line: {"step", "loss", "acc",
+        "margin", "chosen", "nll", "lr", "gnorm", "tokens", "tokens_per_s", "peak_memory_mb", "seconds"}.
 
 A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c in a short text before
 the first message (Domain.SOLUTION_TEXT):
@@ -29,8 +31,53 @@ last message, and images of c and of the agent's page; its head sees the mean ov
     torchrun --nproc-per-node 8 03_train_critic.py --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --out critic
 """
-import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import argparse
+
+from lib import flags
+
+# ---------------------------------------------------------------------------------------------------------------------
+# arguments
+
+# Settings of the paper (its text and table 5) and of the published code (docs/reproduce.md)
+PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "epochs": 4, "batch_size": 8, "lr": 2e-7, "beta": 0.1,
+         "score": "logratio", "normalize": "turn", "nll_coef": 0.01, "critic_sees_c": True, "reference_sees_c": True,
+         "held_out_frac": 0.05}
+PRESETS = {"paper-backend": PAPER,
+           "paper-frontend": {**PAPER, "epochs": 8, "score": "regression"},
+           "published-backend": {**PAPER, "normalize": "trajectory", "nll_coef": 0.0, "held_out_frac": 0.03}}
+
+
+def parse_args(argv=None):
+    parser = flags.argument_parser(__doc__)
+    flags.add_training(parser, max_length=8192, epochs=4, batch_size=8)
+    group = parser.add_argument_group("the critic")
+    group.add_argument("--score", choices=["logratio", "regression", "value"], default="logratio",
+                       help="how a turn is scored, see above")
+    group.add_argument("--critic-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
+                       "critic reads c (default: yes)")
+    group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
+                       "reference model of eq. 3 reads c, as in the paper, or only the dialogue (default: yes)")
+    group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
+                       help="the L of eq. 3, see above")
+    group.add_argument("--held-out-frac", type=flags.share_flag, default=0.05,
+                       help="share of the tasks held out, for the pair accuracy")
+    flags.set_preset(parser, PRESETS, argv)
+    args = parser.parse_args(argv)
+    if not args.reference_sees_c and (not args.critic_sees_c or args.score != "logratio"):
+        parser.error("--reference-sees-c no needs --score logratio and a critic that sees c: only then are prompts "
+                     "with and without c compared")
+    if args.score != "logratio":
+        given = parser.parse_args(argv, argparse.Namespace(normalize=None, nll_coef=None))       # no defaults
+        if given.normalize not in (None, "none") or given.nll_coef:
+            parser.error(f"--normalize and --nll-coef need --score logratio: a {args.score} head sees a mean over the "
+                         "tokens and outputs no probability")
+        args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean and outputs no probability
+    return args
+
+
+if __name__ == "__main__":
+    parse_args()                    # answers --help and wrong flags before the imports below, which take seconds
+
 import functools
 import hashlib
 import pathlib
@@ -40,7 +87,7 @@ import torch.nn.functional as F
 
 import common
 from colbench import domain_of
-from lib import beforehand, data, flags, training
+from lib import beforehand, data, training
 from lib.load import load_tokenizer, lora_config, reads_images, weights_fingerprint
 from lib.logps import action_lengths, example_outputs, items_of, padded_outputs, reference_logps
 from lib.memory import dry_run
@@ -181,43 +228,6 @@ def gaps_of_c(logps_with_c, logps_without_c, examples, normalize):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Settings of the paper (its text and table 5) and of the published code (docs/reproduce.md)
-PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "epochs": 4, "batch_size": 8, "lr": 2e-7, "beta": 0.1,
-         "score": "logratio", "normalize": "turn", "nll_coef": 0.01, "critic_sees_c": True, "reference_sees_c": True,
-         "held_out_frac": 0.05}
-PRESETS = {"paper-backend": PAPER,
-           "paper-frontend": {**PAPER, "epochs": 8, "score": "regression"},
-           "published-backend": {**PAPER, "normalize": "trajectory", "nll_coef": 0.0, "held_out_frac": 0.03}}
-
-
-def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__)
-    flags.add_training(parser, max_length=8192, epochs=4, batch_size=8)
-    group = parser.add_argument_group("the critic")
-    group.add_argument("--score", choices=["logratio", "regression", "value"], default="logratio",
-                       help="how a turn is scored, see above")
-    group.add_argument("--critic-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
-                       "critic reads c (default: yes)")
-    group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
-                       "reference model of eq. 3 reads c, as in the paper, or only the dialogue (default: yes)")
-    group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
-                       help="the L of eq. 3, see above")
-    group.add_argument("--held-out-frac", type=flags.share_flag, default=0.05,
-                       help="share of the tasks held out, for the pair accuracy")
-    flags.set_preset(parser, PRESETS, argv)
-    args = parser.parse_args(argv)
-    if not args.reference_sees_c and (not args.critic_sees_c or args.score != "logratio"):
-        parser.error("--reference-sees-c no needs --score logratio and a critic that sees c: only then are prompts "
-                     "with and without c compared")
-    if args.score != "logratio":
-        given = parser.parse_args(argv, argparse.Namespace(normalize=None, nll_coef=None))       # no defaults
-        if given.normalize not in (None, "none") or given.nll_coef:
-            parser.error(f"--normalize and --nll-coef need --score logratio: a {args.score} head sees a mean over the "
-                         "tokens and outputs no probability")
-        args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean and outputs no probability
-    return args
-
-
 def main(argv=None):
     args = parse_args(argv)
     job = training.Job(vars(args), inputs=[])
@@ -270,7 +280,7 @@ def main(argv=None):
         accuracy = pair_accuracy(action_model, examples[num_trained:], ref_logps[num_trained:], critic, job.max_tokens)
         say(f"held-out pair accuracy: {accuracy:.3f} on {num_pairs} pairs of held-out tasks")
     else:
-        say("held-out pair accuracy: not measured, no held-out pairs")
+        say("held-out pair accuracy: not measured, no held-out pairs (with few tasks raise --held-out-frac)")
     if job.run.rank == 0:
         write_json(pathlib.Path(args.out) / "critic.json", {
             **{name: getattr(args, name) for name in ("score", "normalize", "critic_sees_c", "reference_sees_c")},

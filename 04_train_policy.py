@@ -1,8 +1,13 @@
 """Stage 4: train the agent, by SWEET-RL or by one of its baselines.
 
 Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
-Writes  a model folder with metrics.jsonl and agent.json (its system prompt in training); for sweet also
-        candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
+Writes  a model folder with metrics.jsonl (as 03) and agent.json (its system prompt in training); for sweet also, for
+        each agent turn used, a line of
+        candidates.jsonl (without --candidates)  {"task_id", "sample", "turn", "task", "history", "max_rounds", "prompt"
+                       (o_t, as the agent reads it), "candidates": [{"text", "ids", "ended"}, …]}
+        scored.jsonl   the same with "advantages", eq. 3 of each candidate
+        and pairs.jsonl  {"task_id", "sample", "turn", "prompt", "chosen", "rejected"}; the last two are candidates with
+                       their "advantage".
 
 --method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
                  score each by the critic's A(o_t, a, c) (eq. 3), draw --pairs-per-turn pairs, with replacement, of a
@@ -28,7 +33,50 @@ Other methods are forks of this file, in examples/: docs/fork.md.
     torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
-import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
+from lib import flags
+
+# ---------------------------------------------------------------------------------------------------------------------
+# arguments
+
+# Epochs and batch size if no flag sets them: table 5's backend row
+EPOCHS = {"sweet": 1, "mtdpo": 4, "rft": 4, "sft": 4}
+BATCH_SIZE = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32}
+
+# Settings of the paper (its text and table 5) and of the published code (docs/reproduce.md)
+PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "lr": 2e-7, "beta": 0.1, "nll_coef": 0.01,
+         "data_frac": 0.1, "num_candidates": 16, "pairs_per_turn": 4, "temperature": 1.0}
+PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend": PAPER}
+# They differ in what the reference model reads in ranking, a flag that other methods than sweet refuse
+REFERENCE_SEES_C = {"paper-backend": True, "paper-frontend": True, "published-backend": False}        # in ranking
+
+
+def parse_args(argv=None):
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("--method", choices=EPOCHS, required=True, help="see above")
+    flags.add_training(parser, max_length=16384)
+    flags.add_critic(parser)
+    flags.add_candidates(parser)
+    flags.set_preset(parser, PRESETS, argv)
+    args = parser.parse_args(argv)
+    if args.method != "sweet":
+        for flag in ("critic", "candidates", "sampler", "pairs_together", "reference_sees_c"):
+            if getattr(args, flag):
+                parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
+    elif args.critic is None:
+        parser.error("--method sweet needs --critic: a folder, or untrained")
+    elif args.reference_sees_c is None:
+        args.reference_sees_c = REFERENCE_SEES_C.get(args.preset)
+    if args.preset == "paper-frontend" and args.epochs is None and EPOCHS[args.method] == 4:
+        args.epochs = 8
+    args.epochs = args.epochs or EPOCHS[args.method]
+    args.batch_size = args.batch_size or BATCH_SIZE[args.method]
+    flags.check_candidates(parser, args.sampler, args.candidates)
+    return args
+
+
+if __name__ == "__main__":
+    parse_args()                    # answers --help and wrong flags before the imports below, which take seconds
+
 import collections
 import functools
 import gc
@@ -43,7 +91,7 @@ from tqdm import tqdm
 import common
 from colbench import domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
-from lib import beforehand, data, flags, training
+from lib import beforehand, data, training
 from lib.load import fresh_model, load_tokenizer, lora_config, most_positions, read_config, reads_images, shard
 from lib.logps import ActionModel, batch_pairs, items_of, padded_outputs, reference_logps
 from lib.memory import dry_run
@@ -412,42 +460,6 @@ def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-# Epochs and batch size if no flag sets them: table 5's backend row
-EPOCHS = {"sweet": 1, "mtdpo": 4, "rft": 4, "sft": 4}
-BATCH_SIZE = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32}
-
-# Settings of the paper (its text and table 5) and of the published code (docs/reproduce.md)
-PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "lr": 2e-7, "beta": 0.1, "nll_coef": 0.01,
-         "data_frac": 0.1, "num_candidates": 16, "pairs_per_turn": 4, "temperature": 1.0}
-PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend": PAPER}
-# They differ in what the reference model reads in ranking, a flag that other methods than sweet refuse
-REFERENCE_SEES_C = {"paper-backend": True, "paper-frontend": True, "published-backend": False}        # in ranking
-
-
-def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=EPOCHS, required=True, help="see above")
-    flags.add_training(parser, max_length=16384)
-    flags.add_critic(parser)
-    flags.add_candidates(parser)
-    flags.set_preset(parser, PRESETS, argv)
-    args = parser.parse_args(argv)
-    if args.method != "sweet":
-        for flag in ("critic", "candidates", "sampler", "pairs_together", "reference_sees_c"):
-            if getattr(args, flag):
-                parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
-    elif args.critic is None:
-        parser.error("--method sweet needs --critic: a folder, or untrained")
-    elif args.reference_sees_c is None:
-        args.reference_sees_c = REFERENCE_SEES_C.get(args.preset)
-    if args.preset == "paper-frontend" and args.epochs is None and EPOCHS[args.method] == 4:
-        args.epochs = 8
-    args.epochs = args.epochs or EPOCHS[args.method]
-    args.batch_size = args.batch_size or BATCH_SIZE[args.method]
-    flags.check_candidates(parser, args.sampler, args.candidates)
-    return args
-
 
 def open_model(trajectories, is_fresh, lora, job):
     """(tokenizer, a function that loads the ActionModel) for --model or, if is_fresh, for a small new model whose

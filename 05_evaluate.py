@@ -30,28 +30,7 @@ scripts/critics.py measures critics, and whether a model reads c.
     python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --critic out/critic \\
         --candidates out/sweet --costs --out out/report
 """
-import asyncio
-import collections
-import itertools
-import pathlib
-import re
-import shlex
-import sys
-
-import common
-from colbench import domain_of
-from colbench.schema import list_of
-from lib import data, flags, runtime, statistics
-from lib.logps import load_whole
-from lib.report.export import export
-from lib.report.page import about_lines, page_data, write_report
-from lib.report.plots import report_plots
-from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
-from lib.runtime import InputError, Output, read_jsonl, run_stage, say, start, write_json, write_jsonl
-from lib.tokens import shown_system
-
-MAX_TOKENS = 16384               # in a batch without gradients, and in a dialogue whose turns get advantages
-
+from lib import flags
 
 # ---------------------------------------------------------------------------------------------------------------------
 # arguments
@@ -80,6 +59,32 @@ def parse_args(argv=None):
     if args.baseline and args.baseline not in names:
         parser.error(f"--baseline {args.baseline}: not one of {', '.join(names)}")
     return args
+
+
+if __name__ == "__main__":
+    parse_args()                    # answers --help and wrong flags before the imports below, which take seconds
+
+import asyncio
+import collections
+import itertools
+import pathlib
+import re
+import shlex
+import sys
+
+import common
+from colbench import domain_of
+from colbench.schema import list_of
+from lib import data, runtime, statistics
+from lib.logps import load_whole
+from lib.report.export import export
+from lib.report.page import about_lines, page_data, write_report
+from lib.report.plots import report_plots
+from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
+from lib.runtime import InputError, Output, read_json, read_jsonl, run_stage, say, start, write_json, write_jsonl
+from lib.tokens import shown_system
+
+MAX_TOKENS = 16384               # in a batch without gradients, and in a dialogue whose turns get advantages
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,18 +134,14 @@ def costs_of(path):
     return costs
 
 
-def training_histories(files, critic):
-    """{name: rows of metrics.jsonl} of the agents of the files and of the critic, if their folders are available."""
+def trained_folders(files, critic):
+    """{name: folder} of the agents of the files and of the critic, if they have a metrics.jsonl."""
     names = {}                                                       # {model: the first method that uses it}
     for name, trajectories in files.items():
         names.setdefault(trajectories[0].get("agent"), name)
     names.setdefault(critic, "critic")
-    histories = {}
-    for model, name in names.items():
-        path = pathlib.Path(str(model), "metrics.jsonl")
-        if path.is_file():
-            histories[name] = read_jsonl(path, {"step": int})
-    return histories
+    folders = {name: pathlib.Path(str(model)) for model, name in names.items()}
+    return {name: folder for name, folder in folders.items() if (folder / "metrics.jsonl").is_file()}
 
 
 def curves_of(metrics):
@@ -228,13 +229,14 @@ def compare(metrics, files, baseline, domain):
 # ---------------------------------------------------------------------------------------------------------------------
 # the comparison, and the tables below it
 
-def tables_of(metrics, metric, baseline, states, domain):
-    """Print the tables of the metrics and return them for the page: {"headings", "rows" of the comparison, "notes",
-    "tables": {heading: text} of those below it}."""
+def tables_of(metrics, metric, baseline, states, domain, training):
+    """Print the tables of the metrics and of the training (training_lines). Returns them for the page: {"headings",
+    "rows" of the comparison, "notes", "tables": {heading: text} of those below it}."""
     headings, rows = statistics.result_table(metrics, metric, domain.COLUMNS, baseline)
     notes = statistics.note_lines(metrics)
     further = {
         "families and runs": statistics.detail_lines(metrics, baseline),
+        "training": training,
         "costs": cost_lines(metrics),
         "kinds of candidates": kind_lines(states, domain),
     }
@@ -242,6 +244,26 @@ def tables_of(metrics, metric, baseline, states, domain):
     comparison = "\n".join([*statistics.aligned(headings, rows), *notes])
     say("\n" + "\n\n".join([comparison, *tables.values()]) + "\n")
     return {"headings": headings[1:], "rows": rows, "notes": notes, "tables": tables}
+
+
+def training_lines(folders, histories):
+    """What each model was trained on, in how many steps, and the critic's accuracy."""
+    rows = []
+    for name, folder in folders.items():
+        trained_on = runtime.read_args(folder).get("trained_on", "-")
+        rows.append([name, trained_on, f"{len(histories[name]):,}", held_out_accuracy(folder)])
+    return statistics.aligned(["training", "trained on", "steps", "held-out accuracy"], rows) if rows else []
+
+
+def held_out_accuracy(folder):
+    """A critic's accuracy on pairs of held-out tasks, as text; "-" for other models."""
+    path = folder / "critic.json"
+    if not path.exists():
+        return "-"
+    critic = read_json(path, common.CRITIC)
+    if critic.get("held_out_pair_accuracy") is None:
+        return "not measured"
+    return f"{critic['held_out_pair_accuracy']:.3f} ({critic['num_held_out_pairs']:,} pairs)"
 
 
 def cost_lines(metrics):
@@ -288,6 +310,17 @@ def turn_form(critic, trajectories):
     return lines
 
 
+def critic_lines(folder, paths):
+    """Lines that say how far the critic in a folder can be trusted. paths: {name: [the file of each run]}."""
+    trained_on = runtime.read_args(folder)["inputs"].values()        # fingerprints
+    lines = [f"{folder}: accuracy on pairs of held-out tasks: {held_out_accuracy(pathlib.Path(folder))}"]
+    for name, runs in paths.items():
+        if any(runtime.fingerprint(path) in trained_on for path in runs):
+            lines.append(f"{name}: the critic was trained on these dialogues, so their turn advantages are in-sample "
+                         "(except on its held-out tasks)")
+    return lines
+
+
 def candidate_form(folder, domain, form_of_turns):
     """Lines that describe the scores of the candidates in a folder of 04, from its args.json."""
     args = runtime.read_args(folder)["args"]
@@ -321,8 +354,10 @@ def main(argv=None):
     if args.critic:
         critic = common.read_critic(args.critic, domain, args.reference_sees_c)
         common.must_read_text(critic)
-    forms = {"advantages": turn_form(critic, all_trajectories)}
-    histories = training_histories(files, args.critic)
+    form_of_turns = turn_form(critic, all_trajectories)
+    forms = {"advantages": form_of_turns + (critic_lines(args.critic, paths) if critic else [])}
+    folders = trained_folders(files, args.critic)
+    histories = {name: read_jsonl(folder / "metrics.jsonl", {"step": int}) for name, folder in folders.items()}
     inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic]
     if args.candidates:
         inputs += [f"{args.candidates}/scored.jsonl", f"{args.candidates}/pairs.jsonl"]
@@ -349,12 +384,13 @@ def main(argv=None):
         compare(metrics, files, args.baseline, domain)
     write_json(out / "metrics.json", metrics)
     metric = domain.metric(all_trajectories)
-    tables = tables_of(metrics, metric, args.baseline, states, domain)
+    training = training_lines(folders, histories)
+    tables = tables_of(metrics, metric, args.baseline, states, domain, training)
 
     # turn advantages
     advantages = {}
     if args.candidates:
-        forms["candidates"] = candidate_form(args.candidates, domain, forms["advantages"])
+        forms["candidates"] = candidate_form(args.candidates, domain, form_of_turns)
     if forms["advantages"]:
         say(*forms["advantages"])
         advantages = add_turn_advantages(metrics, files, critic, run.device)
@@ -364,7 +400,11 @@ def main(argv=None):
     if args.export:
         export(out / "export", files, shown_system)
     page = page_data(files, domain, forms, states)
-    plots = report_plots(metric, curves_of(metrics), histories)
+    rewards = {}
+    if domain.MIN_RETURN_GAP is not None:
+        for name, trajectories in files.items():
+            rewards[name] = [trajectory["reward"] for trajectory in trajectories]
+    plots = report_plots(metric, curves_of(metrics), histories, rewards)
     rollouts = {name: runtime.read_args(runs[0])["args"] for name, runs in paths.items()}
     about = about_lines(shlex.join(["python", "05_evaluate.py", *map(str, argv or sys.argv[1:])]), rollouts)
     write_report(out / "report.html", page, out / "images", **tables, about=about, metrics=metrics, metric=metric,

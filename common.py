@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from colbench import domain_of
 from colbench.schema import label, one_of, record
 from lib import vision
+from lib.flags import UNTRAINED
 from lib.load import (
     adapter_off,
     base_of,
@@ -396,7 +397,6 @@ class HeadCritic(TextCritic):
 CRITIC = record({"score": one_of("logratio", "regression", "value"), "normalize": one_of("turn", "trajectory", "none"),
                  "critic_sees_c": bool, "reference": label},
                 {"visual": bool, "reference_sees_c": bool, "prompt_form": str})
-UNTRAINED = "untrained"                                             # --critic: the base model, with no training
 # Prepended to a chat template so that dates render as their format string
 UNDATED = "{% macro strftime_now(format) %}{{ format }}{% endmacro %}"
 

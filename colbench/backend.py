@@ -218,6 +218,9 @@ class Backend(FactDomain):
     COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
                ("success_when_known", "when known", ".3f"), ("success_rate_compat", "published: success", ".3f"),
                ("tests_passed_compat", "published: tests", ".3f"))
+    MEANINGS = {"tests": "mean share of the tests passed", **FactDomain.MEANINGS,
+                "published: success": "success by the published scorer's rules",
+                "published: tests": "mean share of the tests passed by the published scorer's rules"}
     SCORE_KEYS = "reward", "tests", "faults", "tests_compat", "ends_evaluation"
     AGENT_SYSTEM = beside("prompts/backend_agent.txt")
     JUDGE = beside("prompts/backend_judge.txt")

@@ -239,6 +239,8 @@ class FactDomain(Domain):
     """Base class of functions and queries, whose tasks have facts. A subclass defines learned, kind_of and text_of."""
 
     MARKER = "I WANT TO ANSWER:"    # what follows it in an agent's turn is the answer
+    MEANINGS = {"all known": "share of the dialogues in which the agent knew all that matters before its last turn",
+                "when known": "success where the agent knew all that matters before its last turn"}
 
     def learned(self, task, message, reply):
         """The facts (indices) that become known by a message and the reply to it."""
@@ -307,6 +309,10 @@ class FactDomain(Domain):
         if names.intersection(re.findall(DEFINITION, reply)):
             return "signature"
         return "code" if runs & token_runs(reply) else None
+
+    def eval_score(self, trajectory):
+        """The reward is the share of the tests passed; a success passes all."""
+        return trajectory["reward"] == 1
 
     def measure(self, trajectories):
         """"faults": counts of failed tests by reason."""

@@ -106,6 +106,7 @@ class Domain:
     # Further columns of 05's table: (key of `measure`, heading, format). The keys "all_known", "success_when_known" and
     # "success_when_not_known" are computed from all_known
     COLUMNS = ()
+    MEANINGS = {}                   # what these columns mean, for 05's report: {heading: text}
 
     def eval_score(self, trajectory):
         """The value that is averaged."""

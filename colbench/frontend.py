@@ -434,6 +434,8 @@ class Frontend(Domain):
     MIN_RETURN_GAP = 0.1
     SCORE_KEYS = "reward", "similarity", "image", "reference_image", "render_fault"
     COLUMNS = (("no_page", "no page", ".3f"), ("failed_renders", "not rendered", "d"))
+    MEANINGS = {"no page": "share of the answers that are no page",
+                "not rendered": "pages that gave no screenshot (a black one counts)"}
     AGENT_SYSTEM = beside("prompts/frontend_agent.txt")
     FAMILIES = list(FAMILIES)
     PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True)}

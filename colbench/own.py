@@ -4,7 +4,7 @@
 The rewards of the file, from 0 to 1, are kept, because nothing here can score the answers. A leading system message is
 the agent's system prompt. "c" is the critic's information: the solution, or anything else that the agent did not see.
 "c_text" states it before the dialogue, with {c} in its place (default: Domain.SOLUTION_TEXT). Dialogues with the same
-first user message and the same "c" belong to one task, or those with the same "task_id"."""
+first user message and the same "c" belong to one task, or those with the same "task_id", which may differ in "c"."""
 from colbench.domain import Domain, Environment, task_id
 from colbench.schema import check_kind, InputError, label, list_of, nullable, number, one_of, record
 

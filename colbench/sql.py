@@ -521,6 +521,12 @@ class Sql(FactDomain):
         ("all_known", "all known", ".3f"),
         ("success_when_known", "when known", ".3f"),
         ("looks", "looks", ".2f"))
+    MEANINGS = {
+        "databases": "mean share of the databases on which the answer is right",
+        "seen": "success on tasks whose schema is one of the training tasks",
+        "unseen": "success on tasks whose schema no training task has",
+        "looks": "mean number of queries that the agent ran before its answer",
+        **FactDomain.MEANINGS}
     SCORE_KEYS = "reward", "databases", "faults"
     AGENT_SYSTEM = beside("prompts/sql_agent.txt")
     JUDGE = beside("prompts/sql_judge.txt")

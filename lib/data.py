@@ -6,7 +6,7 @@ import hashlib
 import itertools
 
 from colbench import domain_of, own, task_id
-from colbench.domain import REWARD
+from colbench.domain import Domain, REWARD
 from colbench.schema import label, list_of, nullable, one_of, record, token_ids, whole
 from lib.runtime import InputError, on_main, read_jsonl, say
 
@@ -79,10 +79,10 @@ def check_task(task, where, first):
 
 def check_ids(tasks, names, path):
     """Raises InputError if a name (task_id) has tasks with different solutions: their dialogues would be compared as if
-    they were of one task."""
+    they were of one task. In dialogues of other programs that is what a "task_id" is for."""
     solutions = {}
     for task, name in zip(tasks, names):
-        if solutions.setdefault(name, task["ground_truth"]) != task["ground_truth"]:
+        if not own.owns(task) and solutions.setdefault(name, task["ground_truth"]) != task["ground_truth"]:
             raise InputError(f'{path}: two tasks with different solutions have the "task_id" {name}; give each its own '
                              'name, or leave out the key "task_id" everywhere')
 
@@ -174,10 +174,10 @@ def fill_rewards(trajectories, output):
 
 
 def say_graded(trajectories):
-    """Say so if rewards between 0 and 1 count as failures."""
+    """Say so if rewards between 0 and 1 count as failures, and the domain does not say itself what a success is."""
     domain = domain_of(trajectories[0]["task"])
-    graded = [t for t in trajectories if 0 < t.get("reward", 0) < 1 and domain.eval_score(t) == 0]
-    if graded and domain.MIN_RETURN_GAP is None:
+    graded = [t for t in trajectories if 0 < t.get("reward", 0) < 1]
+    if graded and domain.MIN_RETURN_GAP is None and type(domain).eval_score is Domain.eval_score:
         say(f"{len(graded):,} of {len(trajectories):,} rewards are between 0 and 1 and count as failures (graded "
             "rewards: set MIN_RETURN_GAP and eval_score of the domain)")
 

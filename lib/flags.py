@@ -1,10 +1,12 @@
-"""Flags that several stages share, and presets."""
+"""Flags that several stages share, and presets. It imports nothing that takes seconds, as flags are read first."""
 import argparse
+import importlib.util
 import math
+import sys
 
 from lib import VERSION
-from lib.runtime import optional
-from lib.servers import is_server
+
+UNTRAINED = "untrained"         # --critic: the base model, with no training
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -27,6 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 def argument_parser(docstring):
     """A parser with --version, whose --help shows the stage's docstring and every default."""
+    sys.__stdout__.reconfigure(errors="backslashreplace")            # text that cannot be encoded must not end a run
     parser = Parser(description=docstring, formatter_class=Formatter, usage="%(prog)s … (arguments below)")
     parser.add_argument("--version", action="version", version=f"SWEET-RL, minimal {VERSION}")
     return parser
@@ -85,7 +88,8 @@ def text_flag(text):
 
 def project_flag(text):
     """A type: a project of trackio, which must be installed."""
-    optional("trackio", "--track: needs")
+    if importlib.util.find_spec("trackio") is None:
+        raise argparse.ArgumentTypeError("needs trackio: pip install trackio")
     return text
 
 
@@ -95,6 +99,11 @@ def named_paths(text):
     if not name or not paths or "/" in name:
         raise argparse.ArgumentTypeError(f"{text[:80]}: must be NAME=PATH, where NAME has no /")
     return name, paths.split(",")
+
+
+def is_server(name):
+    """Whether the name of a model is the address of a server."""
+    return name.startswith(("http://", "https://"))
 
 
 def add_overwrite(parser):
@@ -171,7 +180,9 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
     parser.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the examples")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="examples per step, over all ranks")
-    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate (warm-up, cosine)")
+    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate (warm-up, "
+                        "cosine). The default is the paper's, for models of 8B. Small models need more: models/tiny "
+                        "3e-5 to 1e-3 (scripts/recipes.toml)")
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01, help="weight of the chosen side's NLL")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",

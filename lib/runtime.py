@@ -33,7 +33,6 @@ Runtime = namedtuple("Runtime", "rank world_size device")
 def run_stage(main):
     """Run a stage's main(). InputError and OSError become one line on stderr, exit status 2.
     colbench's log goes to stdout."""
-    sys.stdout.reconfigure(errors="backslashreplace")                # text that cannot be encoded must not end a run
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("colbench").setLevel("INFO" if os.environ.get("RANK", "0") == "0" else "WARNING")
     try:
@@ -377,16 +376,20 @@ class Output:
         os.rename(partial, self.args_path)
         Output.lock = lock                                           # this also closes the replaced file
 
+    def note(self, **values):
+        """Rank 0 adds these values to args.json."""
+        if is_main():
+            self.write_args(read_args(self.path) | values)
+
     def add_costs(self, **numbers):
         """Rank 0 adds these numbers ("trained_tokens", "generated_tokens") and the seconds since begin() or the last
         call to "costs" in args.json."""
         if is_main():
             now = time.perf_counter()
-            record = json.loads(self.args_path.read_text("utf-8"))
-            record["costs"] = Counter(record.get("costs"))
-            record["costs"].update(numbers, seconds=now - self.last_cost)
+            costs = Counter(read_args(self.path).get("costs"))
+            costs.update(numbers, seconds=now - self.last_cost)
             self.last_cost = now
-            self.write_args(record)
+            self.note(costs=costs)
 
 
 def check_same_command(out, before, now):

@@ -5,6 +5,7 @@ import os
 import re
 from typing import NamedTuple
 
+from lib.flags import is_server
 from lib.runtime import InputError, one_line, optional, say
 from lib.tokens import strip_thoughts
 
@@ -42,10 +43,6 @@ class NoRoom(ReplyError):
 def visible_text(domain, text, prompt=None):
     """The part of an agent's sampled `text` that the other side sees: without thoughts, as the domain shows it."""
     return domain.shown(strip_thoughts(text, prompt))
-
-
-def is_server(name):
-    return name.startswith(("http://", "https://"))
 
 
 class Server:

@@ -284,13 +284,13 @@ def result_table(metrics, metric, domain_columns, baseline):
     columns = [
         ("n", "n", "d"),
         (metric, heading_of(metric), ".3f"),
-        ("ci95", "95 %", ""),
+        ("ci95", f"{heading_of(metric)}, 95 %", ""),
         ("mean_rounds", "rounds", ".2f"),
         ("asked_last", "asks last", ".3f"),
         ("leaks", "leaks", ".3f"),
         *domain_columns,
         ("win_rate", "wins", ".3f"),
-        ("win_rate_ci95", "95 %", ""),
+        ("win_rate_ci95", "wins, 95 %", ""),
         ("ties", "ties", ".3f"),
     ]
     table = [["", *metrics]]                                         # columns

@@ -81,6 +81,18 @@ def longest_sequence(example):
     return max(map(item_length, example.items))
 
 
+def kind_of_examples(examples):
+    """What the examples are, as "62 pairs of dialogues"."""
+    first = examples[0]
+    kind = "dialogues"
+    if len(first.items) > 1:
+        kind = "pairs of dialogues"
+    elif first.action_pairs:
+        kind = "pairs of turns"
+    number = sum(len(example.action_pairs) or 1 for example in examples)
+    return f"{number:,} {kind}"
+
+
 def show_samples(tokenizer, example):
     """Print an example as text before training, with the tokens that the loss sees in [brackets]. Each action of a tree
     starts a new line."""
@@ -180,6 +192,7 @@ class Loop:
         self.batches = batches[:schedule.max_steps]
         self.num_steps = len(self.batches)
         say(f"{len(examples):,} examples, {self.num_steps:,} steps of at most {schedule.batch_size}")
+        self.output.note(trained_on=kind_of_examples(examples))
         self.optimizer = adamw(action_model, schedule.lr)
         self.checkpoints = Checkpoints(self.output.path, action_model, self.optimizer)
         self.first_step = self.checkpoints.load()

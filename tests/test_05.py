@@ -356,7 +356,10 @@ def test_the_page_has_dialogues_with_advantages_and_candidates_with_pairs(credit
     metrics, page, data = report_of(folder)
     assert data["methods"] == ["a", "b"] and len(data["dialogues"]) == 24
     line = f"{regression_critic}: scores are the outputs of its regression head"
-    assert data["forms"] == {"advantages": [line], "candidates": [line]} and page.count(line) == 3
+    critic = json.loads((regression_critic / "critic.json").read_text())
+    accuracy = (f"{regression_critic}: accuracy on pairs of held-out tasks: {critic['held_out_pair_accuracy']:.3f} "
+                f"({critic['num_held_out_pairs']} pairs)")
+    assert data["forms"] == {"advantages": [line, accuracy], "candidates": [line]} and page.count(line) == 3
     agent_turns = [turn for dialogue in data["dialogues"] for turn in dialogue["turns"] if turn["who"] == "agent"]
     kinds = [kind for numbers in metrics.values() for kind in numbers["turn_advantages"]["by_kind"].values()]
     for kind in kinds:

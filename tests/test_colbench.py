@@ -186,8 +186,9 @@ def test_a_dialogue_is_what_the_file_says(path):
 
 
 def test_logs_with_unique_openings_form_tasks_by_their_task_id(tmp_path):
-    """Production logs: no two dialogues open alike. A text of one's own states c; a least gap limits the pairs."""
-    rows = [dialogue(f"trip {number}", "ok", number / 4, c="a window seat", c_text="They want: {c}\n")
+    """Production logs: no two dialogues open alike, and each has its own c. A text of one's own states c; a least gap
+    limits the pairs."""
+    rows = [dialogue(f"trip {number}", "ok", number / 4, c=f"seat {number}", c_text="They want: {c}\n")
             for number in range(5)]
     path = write(tmp_path / "logs.jsonl", rows)
     flags = ["--trajectories", path, "--model", BASE, "--max-steps", 1]
@@ -195,12 +196,15 @@ def test_logs_with_unique_openings_form_tasks_by_their_task_id(tmp_path):
     assert "each task has one dialogue: train on single dialogues (03 --score value), or give " in line
     printed = call(3, *flags, "--score", "value", "--held-out-frac", 0, "--out", tmp_path / "value")
     assert "0 trajectory pairs from 0 of 5 tasks; 5 dialogues, 5 with c\n" in printed
-    assert "They want: a window seat" in printed
+    assert "They want: seat " in printed
     write(path, [{**row, "task_id": "trips"} for row in rows])
     printed = call(3, *flags, "--held-out-frac", 0, "--out", tmp_path / "critic")
     assert "10 trajectory pairs from 1 of 1 tasks; 5 dialogues, 5 with c\n" in printed
     printed = call(4, "--method", "mtdpo", *flags, "--min-return-gap", 0.5, "--out", tmp_path / "mtdpo")
     assert "6 trajectory pairs from 1 of 1 tasks" in printed
+    call(5, f"logs={path}", "--out", tmp_path / "report")
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert all(f'"request":"trip {number}","solution":"seat {number}"' in page for number in range(5))
 
 
 def test_all_stages_take_it(path, tmp_path):

@@ -13,9 +13,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
-from colbench import backend
+from colbench import backend, Domain
 from compare import token_logps_after
 from conftest import BASE, ROOT, turns, write
+from lib import data
 from lib.data import read_tasks, read_trajectories
 from lib.engine import Engine
 from lib.fast import WIDTH_STEP
@@ -312,3 +313,15 @@ def test_a_decoding_step_on_fake_cuda_mixes_no_devices():
         for _ in range(2):                                          # the second finds its cache
             tokens = engine.sample(engine.inputs[:3], 40)
             assert tokens.device.type == "cuda" and tokens.shape == (3,)
+
+
+@pytest.mark.parametrize("gap, own, is_said", [(None, False, True), (0.1, False, False), (None, True, False)])
+def test_graded_rewards_are_reported_unless_the_domain_says_what_success_is(monkeypatch, capsys, gap, own, is_said):
+    class Graded(Domain):
+        MIN_RETURN_GAP = gap
+        eval_score = (lambda self, trajectory: trajectory["reward"] == 1) if own else Domain.eval_score
+    monkeypatch.setattr(data, "domain_of", lambda task: Graded())
+    data.say_graded([{"task": {}, "reward": reward} for reward in (0.0, 0.5, 1.0)])
+    assert ("1 of 3 rewards are between 0 and 1 and count as failures" in capsys.readouterr().out) == is_said
+    data.say_graded([{"task": {}, "reward": 1.0}])
+    assert capsys.readouterr().out == ""

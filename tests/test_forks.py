@@ -266,7 +266,7 @@ def test_right_answers_are_a_further_term(runs, monkeypatch):
     logps = torch.tensor([[-3.0, -5.0], [-8.0, 0.0], [-4.0, -1.0], [-1.0, 0.0]])
     lengths = torch.tensor([[3, 1], [4, 0], [2, 5], [2, 0]])
     monkeypatch.setattr(stage(4), "preference_losses", lambda *_: {"loss": torch.tensor([7.0, 8.0])})
-    examples = [argparse.Namespace(action_pairs=[0] * num_pairs) for num_pairs in (4, 1)]               # once for each pair
+    examples = [argparse.Namespace(action_pairs=[0] * num_pairs) for num_pairs in (4, 1)]           # once for each pair
     batch = argparse.Namespace(lengths=lengths)
     losses = answers.answers_losses(lambda _: logps, batch, examples, None, None, answer_coef=0.5)
     assert losses["loss"].tolist() == [7 + 0.5 * 4 * 2, 8 + 0.5 * 0.5]

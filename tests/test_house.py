@@ -2,6 +2,7 @@
 stages; a copied and changed stage needs no registration."""
 import ast
 import json
+import re
 
 import pytest
 
@@ -99,17 +100,22 @@ def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch):
         call(2, "--tasks", tasks, "--agent", "script", "--samples", 4, "--max-rounds", 3, "--out", out, "--seed", seed)
     assert len(rows := read(demos)) == 80 and {row["reward"] for row in rows} == {0.0, 0.5, 1.0}
     call(4, "--method", "sft", "--model", "tiny", "--trajectories", demos, "--out", model, *train)
-    call(3, "--trajectories", off, "--model", model, "--out", critic, *train)
+    call(3, "--trajectories", off, "--model", model, "--held-out-frac", 0.3, "--out", critic, *train)
     for method, more in (("rft", []), ("mtdpo", []),
                          ("sweet", ["--critic", critic, "--num-candidates", 4, "--max-new-tokens", 8])):
         call(4, "--method", method, "--model", model, "--trajectories", off, "--out", tmp_path / method, *train, *more)
     call(2, "--tasks", tasks, "--agent", sweet, "--best-of", 2, "--critic", critic, "--max-rounds", 3,
          "--max-new-tokens", 8, "--out", played)
-    call(5, f"script={off}", f"sweet={played}", "--baseline", "script", "--out", report)
+    printed = call(5, f"script={off}", f"sweet={played}", "--baseline", "script", "--critic", critic, "--out", report)
     metrics = json.loads((report / "metrics.json").read_text())
     assert metrics["script"]["n"] == 80 and metrics["sweet"]["n"] == 20 and metrics["sweet"]["judge"] == "equality"
     assert metrics["script"]["mean_reward"] == sum(row["reward"] for row in read(off)) / 80
-    assert "Guess what I like" in (report / "report.html").read_text()
+    assert re.search(r"\nsweet +[\d,]+ pairs of turns +\d+ +-\n", printed)
+    assert re.search(r"\ncritic +[\d,]+ pairs of dialogues +\d+ +[01]\.\d+ \(\d+ pairs\)\n", printed)
+    assert "script: the critic was trained on these dialogues" in printed
+    assert "sweet: the critic was trained" not in printed
+    page = (report / "report.html").read_text()
+    assert "Guess what I like" in page and "share of the answers whose colour is right" in page
     assert "The colour that this person needs" in stage(3).common.solution_text(rows[0]["task"])
     assert toy_domain.Toy().agent_system(3).endswith('in 3 rounds. Do not answer in JSON, such as {"colour": "red"}.')
 

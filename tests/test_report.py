@@ -31,16 +31,29 @@ def test_training_curves_are_smoothed_by_hand():
     assert points([0, 2] * 20) == [list(range(1, 40)), [1] * 39]     # the mean of two
 
 
-def test_training_has_a_panel_a_number_and_losses_of_each_method_begin_at_one():
-    """So that those of a likelihood do not flatten those of preferences."""
+def texts_of(svg):
+    return [text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_training_has_a_panel_a_number_and_unlike_losses_have_panels_of_their_own():
+    """So that those of a likelihood do not flatten those of preferences; every axis has the losses themselves."""
     histories = {"rft": [{"step": 1, "loss": 20.0, "nll": 2}, {"step": 2, "loss": 10.0, "nll": 1}],
-                 "sweet": [{"step": step, "loss": loss, "acc": 0.5} for step, loss in ((1, 0.7), (2, 0.63))]}
+                 "sweet": [{"step": step, "loss": loss, "acc": 0.5} for step, loss in ((1, 0.7), (2, 0.63))],
+                 "mtdpo": [{"step": 1, "loss": 1.9}, {"step": 2, "loss": -0.1}], "empty": []}
     with rc_context(plots.STYLE):
-        loss, *others, legend = plots.training_panels(histories)
-    texts = [[text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-             for svg in (loss, legend)]
-    assert texts[0][-1] == "loss, as a share of its first value" and "1.0" in texts[0] and "0.5" in texts[0]
-    assert texts[1] == ["rft (loss 20 to 10)", "sweet (loss 0.7 to 0.63)"] and len(others) == 4
+        *panels, legend = map(texts_of, plots.training_panels(histories))
+    assert [texts[-1] for texts in panels] == ["loss (empty)", "loss (sweet, mtdpo)", "loss (rft)",
+                                               *plots.PANELS.values()]
+    assert "20" in panels[2] and "1.5" in panels[1] and "20" not in panels[1]
+    assert legend == ["rft (loss 20 to 10)", "sweet (loss 0.7 to 0.63)", "mtdpo (loss 1.9 to -0.1)", "empty"]
+
+
+def test_rewards_are_shares_of_the_dialogues_on_one_scale():
+    with rc_context(plots.STYLE):
+        panels = plots.reward_panels({"few": [0.0, 0.05, 0.5, 1.0], "all": [1.0]})
+    texts = list(map(texts_of, panels))
+    assert [text[-1] for text in texts] == ["few", "all"]
+    assert texts[0][:-1] == texts[1][:-1] and {"0.0", "1.0", "reward"} <= set(texts[0])
 
 
 HOSTILE = """</script><script>alert(1)</script><img src=x onerror='alert(2)'>"&amp;$\\frac$\u2028"""
@@ -65,9 +78,10 @@ def test_plots_have_labels_points_and_error_bars_in_colours_that_colour_blind_pe
     assert [line.get_color() for line, _, _ in axes.containers] == ["#0072B2", "#D55E00"]
     assert len(set(plots.COLOURS)) == 6
 
-    plot = plots.report_plots("success_rate", curves, {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]})
+    plot = plots.report_plots("success_rate", curves, {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]},
+                              {HOSTILE: [0.5, 1.0]})
     both = "".join(svg for _, svg, _ in plot)
-    assert len(plot) == 2 and ElementTree.fromstring(f"<p>{both}</p>") is not None
+    assert len(plot) == 3 and ElementTree.fromstring(f"<p>{both}</p>") is not None
     ids = re.findall(r' id="([^"]*)"', both)
     assert len(ids) == len(set(ids)) and set(re.findall(r'(?:href="|url\()#([\w-]+)', both)) <= set(ids)
     assert set(re.findall("#[0-9a-f]{6}", both)) <= {colour.lower() for colour in plots.COLOURS}

@@ -61,8 +61,8 @@ def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20):
     tasks = [make_task(rng, number) for number in range(num_tasks)]
     dialogues = [make_dialogue(rng, m, t, task) for m in range(len(methods)) for t, task in enumerate(tasks)]
     states = [make_state(rng, t, tasks[t]) for t in range(min(num_states, num_tasks))]
-    return {"graded": False, "methods": list(methods), "forms": FORMS, "tasks": tasks, "dialogues": dialogues,
-            "states": states, "left_out": None}
+    return {"graded": False, "meanings": {"colour": "of the answer"}, "methods": list(methods), "forms": FORMS,
+            "tasks": tasks, "dialogues": dialogues, "states": states, "left_out": None}
 
 
 def without(data, *keys):
@@ -74,7 +74,7 @@ def without(data, *keys):
 
 NONE = {"by_kind": {}, "by_round": {}}
 ADVANTAGES = {"by_kind": {"needed": dict(n=224, mean=0.303), "idle": dict(n=224, mean=-0.1)},
-              "by_round": {"1": dict(n=1_460, mean=-0.0625)}}
+              "by_round": {"1": dict(n=1_460, mean=-0.0625), "9": dict(n=1, mean=2.0)}}
 OF_METHODS = {"base": {"by_kind": {"needed": dict(n=112, mean=0.357)}, "by_round": {"1": dict(n=730, mean=0.125)}},
               "sweet": {"by_kind": {"needed": dict(n=112, mean=0.25)}, "by_round": {"1": dict(n=730, mean=-0.25)}}}
 
@@ -220,10 +220,15 @@ def test_first_screen_is_the_table_with_bars_and_another_has_the_advantages(at):
     assert tab.locator(".results th[scope=col]").count() == 4
     assert "show the solution" in tab.get_attribute(".results th:has-text('leaks')", "title")
     assert shown(tab, ".legend") == []                              # where a pointer shows titles
-    assert table(at("#view=advantages"), "#advantages") == [
+    tab = at("#view=advantages")
+    assert table(tab, "#advantages") == [
         ["needed", "224", "+0.303", "+0.357 (112)", "–", "+0.250 (112)"],
         ["idle", "224", "\u22120.100", "–", "–", "–"],
-        ["1", "1,460", "\u22120.062", "+0.125 (730)", "–", "\u22120.250 (730)"]]
+        ["1", "1,460", "\u22120.062", "+0.125 (730)", "–", "\u22120.250 (730)"],
+        ["9", "1", "+2.000 beyond the bar", "–", "–", "–"]]
+    [round_bar] = tab.locator("#advantages tr:has-text('1,460') .fill").all()
+    track = round_bar.locator("..").bounding_box()                  # not flattened by the mean of a single turn
+    assert round_bar.bounding_box()["width"] / track["width"] == pytest.approx(0.5, abs=0.01)
     assert FORMS["advantages"][0] in shown(tab, "#advantages .note")
 
 
@@ -458,7 +463,7 @@ def test_hostile_texts_stay_texts(page_of):
     script, image, *_ = ATTACKS
     data["dialogues"][0]["turns"][1]["text"] = "\U0001F600" * 3000 + image.rjust(2 ** 20 - 3000, "a")
     page = page_of(data, notes=[script], tables={image: script}, metric_heading=image,
-                   plots=report_plots("success_rate", {script: {1: {"success_rate": 0.5}}}, {}),
+                   plots=report_plots("success_rate", {script: {1: {"success_rate": 0.5}}}, {}, {}),
                    advantages=NONE | {"by_kind": {script: dict(n=1, mean=0.5)}})
     tab = page.tab
     assert shown(tab, ".results tbody th") == data["methods"]
@@ -543,10 +548,10 @@ def test_contrast_width_numbers_and_headings_where_fingers_cannot_hover(page_of,
     """Texts are seen, nothing is wider than the screen, and no number breaks over lines."""
     from PIL import Image
     screen = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme, "has_touch": True, "is_mobile": True}
-    plots = report_plots("success_rate", {"a": {1: {"success_rate": 0.5}, 8: {"success_rate": 0.6}}}, {})
+    plots = report_plots("success_rate", {"a": {1: {"success_rate": 0.5}, 8: {"success_rate": 0.6}}}, {}, {"a": [0.5]})
     page = page_of(make_data(2), screen, plots=plots)
     tab = page.tab
-    shot = Image.open(io.BytesIO(tab.locator("figure svg").screenshot())).convert("L")
+    shot = Image.open(io.BytesIO(tab.locator("figure svg").first.screenshot())).convert("L")
     darkest, lightest = shot.getextrema()
     assert lightest - darkest > 150                                 # the plot is seen
     tab.check("#secrets")

@@ -189,7 +189,9 @@ def test_each_start_of_a_stage_is_a_run_of_its_own(data, tmp_path, runs):
     assert 0 < successes < 12 and curves[3][-1] == {"step": 12, "mean_return": pytest.approx(successes / 12)}
 
 
-def test_without_trackio_it_is_one_line(monkeypatch):
+def test_without_trackio_it_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "trackio", None)
     for number in (2, 3):
-        assert refused(number, "--track", "colbench") == "--track: needs trackio: pip install trackio"
+        with pytest.raises(SystemExit):
+            call(number, "--track", "colbench")
+        assert capsys.readouterr().err == "error: argument --track: needs trackio: pip install trackio\n"

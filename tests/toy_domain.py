@@ -50,6 +50,8 @@ class Toy(Domain):
     AGENT_SYSTEM = 'Find out the colour in {max_rounds} rounds. Do not answer in JSON, such as {"colour": "red"}.'
     PLAYERS = {"script": scripted_turn}
     MIN_RETURN_GAP = 0.4            # rewards are graded: a right colour in the wrong shade is better than nothing
+    COLUMNS = (("right_colour", "colour", ".3f"),)
+    MEANINGS = {"colour": "share of the answers whose colour is right"}
     Environment = ToyEnvironment
 
     def owns(self, task):
@@ -72,6 +74,11 @@ class Toy(Domain):
 
     def metric(self, trajectories):
         return "mean_reward"
+
+    def measure(self, trajectories):
+        """Further columns of 05's table."""
+        hits = [row["answer"].split()[-1:] == row["task"]["ground_truth"].split()[-1:] for row in trajectories]
+        return {"right_colour": sum(hits) / len(hits)}
 
     def eval_score(self, trajectory):
         """The value that 05 averages: the reward itself (by default, whether it is 1)."""

@@ -10,8 +10,7 @@ const { methods: METHODS, tasks: TASKS, dialogues: DIALOGUES, states: STATES } =
 const SHOWN_CHARACTERS = 5000, ROWS_A_PAGE = 100;
 const MEANINGS = {
   "no.": "number of the dialogue in this page", rounds: "turns of the agent",
-  reward: DATA.graded ? "how alike the answer and the solution are, 1 the most" :
-    "share of the tests that the answer passes",
+  reward: DATA.graded ? "score of the answer, 1 the best" : "share of the tests that the answer passes",
   advantage: "sum of the turn advantages", "turn by turn": "the advantage of each turn",
   rank: "by the critic's score, 1 the best", pairs: "in how many of the training pairs it is chosen or rejected",
   kind: "what a question or an answer is worth, by the task's facts", tokens: "length of the turn",

@@ -33,22 +33,23 @@ def page_data(files, domain, forms, states=()):
     forms: {"advantages", "candidates": lines that say what these numbers are}.
     states: turn_advantages.read_states, with the "kind" of each candidate."""
     fitting, left_out = fitting_tasks(list(itertools.chain(*files.values())))
-    tasks, dialogues, page_states = {}, [], []                       # tasks: {task_id: its data}
+    tasks, dialogues, page_states = {}, [], []                       # tasks: {key of a task: its data}
     for method, trajectories in enumerate(files.values()):
         for trajectory in trajectories:
-            task_id = trajectory["task_id"]
-            if task_id in fitting:
-                if task_id not in tasks:
-                    tasks[task_id] = task_data(trajectory, domain)
-                dialogues.append({"m": method, "t": task_id, **dialogue_data(trajectory, domain)})
+            if trajectory["task_id"] in fitting:
+                key = key_of(trajectory)
+                if key not in tasks:
+                    tasks[key] = task_data(trajectory, domain)
+                dialogues.append({"m": method, "t": key, **dialogue_data(trajectory, domain)})
     for state in states[::math.ceil(len(states) / MAX_STATES) or 1]:        # at equal distances
-        tasks.setdefault(state["task_id"], task_data(state, domain))
+        tasks.setdefault(key_of(state), task_data(state, domain))
         page_states.append(state_data(state))
-    places = {task_id: place for place, task_id in enumerate(tasks)}
+    places = {key: place for place, key in enumerate(tasks)}
     for item in dialogues + page_states:
         item["t"] = places[item["t"]]
     return {
         "graded": domain.MIN_RETURN_GAP is not None,
+        "meanings": domain.MEANINGS,
         "methods": list(files),
         "forms": forms,
         "tasks": list(tasks.values()),
@@ -56,6 +57,11 @@ def page_data(files, domain, forms, states=()):
         "states": page_states,
         "left_out": left_out,
     }
+
+
+def key_of(row):
+    """What the page shows as one task. Dialogues of other programs may share a task_id and differ in the rest."""
+    return row["task_id"], row["task"]["problem_description"], row["task"]["ground_truth"]
 
 
 def slim(row):
@@ -150,7 +156,7 @@ def state_data(state):
         row = {key: candidate[key] for key in ("kind", "ended", "chosen", "rejected")}
         row |= {"text": text_of(candidate["text"]), "tokens": len(candidate["ids"]), "advantage": rounded(advantage)}
         candidates.append(slim(row))
-    return {"t": state["task_id"], "sample": state["sample"], "history": history, "candidates": candidates}
+    return {"t": key_of(state), "sample": state["sample"], "history": history, "candidates": candidates}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
