@@ -1,9 +1,9 @@
 """Stage 3: train the turn-level critic, which sees the solution c.
 
 Reads   trajectories.jsonl (02) with rewards, a model.
-Writes  a critic folder: a model folder with critic.json (how it scores, the reference model,
-        "held_out_pair_accuracy", "num_held_out_pairs") and metrics.jsonl, a step per line: {"step", "loss", "acc",
-        "margin", "chosen", "nll", "lr", "gnorm", "tokens", "tokens_per_s", "peak_memory_mb", "seconds"}.
+Writes  a model folder with critic.json (how it scores, "untrained_pair_accuracy", "held_out_pair_accuracy") and
+        metrics.jsonl: {"step", "loss", "acc", "margin", "chosen", "nll", "lr", "gnorm", "tokens", "tokens_per_s",
+        "peak_memory_mb", "seconds"}.
 
 A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c in a short text before
 the first message (Domain.SOLUTION_TEXT):
@@ -16,8 +16,8 @@ s: the sigmoid; b: --beta (.1); --nll-coef .01; NLL: a mean over the agent's tok
 --normalize turn        L: the tokens of the turn (default)
 --normalize trajectory  L: all agent tokens of the trajectory, as in the published code
 --normalize none        L: 1
---reference-sees-c no   p_ref does not read c. A is then nonzero before training: how much c raises the turn's
-                        log-probability. (04 has the same flag for ranking; left out, it is as here.)
+--reference-sees-c no   p_ref does not read c. A is then nonzero before training: what c adds to log p. (04 has the
+                        same flag for ranking.)
 --critic-sees-c no      neither p nor p_ref reads c
 --score regression      a linear head on the mean of a turn's last hidden states outputs its advantage; trained by eq. 2
 --score value           a head predicts the trajectory's return after each turn, as a logit; trained by binary
@@ -27,7 +27,7 @@ An example is a pair of trajectories; with --score value a single one. Reports t
 A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, the user's
 last message, and images of c and of the agent's page; its head sees the mean over all of these tokens.
 
-    python 03_train_critic.py --trajectories out/offline.jsonl --model models/tiny --out out/critic
+    python 03_train_critic.py --trajectories out/offline.jsonl --model models/tiny --beta 1 --lr 3e-4 --out out/critic
     torchrun --nproc-per-node 8 03_train_critic.py --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --out critic
 """
@@ -53,10 +53,9 @@ def parse_args(argv=None):
     group = parser.add_argument_group("the critic")
     group.add_argument("--score", choices=["logratio", "regression", "value"], default="logratio",
                        help="how a turn is scored, see above")
-    group.add_argument("--critic-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
-                       "critic reads c (default: yes)")
-    group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
-                       "reference model of eq. 3 reads c, as in the paper, or only the dialogue (default: yes)")
+    group.add_argument("--critic-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="(default: yes)")
+    group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no",
+                       help="whether eq. 3's reference model reads c, as in the paper (default: yes)")
     group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
                        help="the L of eq. 3, see above")
     group.add_argument("--held-out-frac", type=flags.share_flag, default=0.05,

@@ -1,13 +1,11 @@
 """Stage 4: train the agent, by SWEET-RL or by one of its baselines.
 
 Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
-Writes  a model folder with metrics.jsonl (as 03) and agent.json (its system prompt in training); for sweet also, for
-        each agent turn used, a line of
-        candidates.jsonl (without --candidates)  {"task_id", "sample", "turn", "task", "history", "max_rounds", "prompt"
-                       (o_t, as the agent reads it), "candidates": [{"text", "ids", "ended"}, …]}
-        scored.jsonl   the same with "advantages", eq. 3 of each candidate
-        and pairs.jsonl  {"task_id", "sample", "turn", "prompt", "chosen", "rejected"}; the last two are candidates with
-                       their "advantage".
+Writes  a model folder with metrics.jsonl (as 03) and agent.json (its system prompt in training); for sweet also
+        candidates.jsonl  {"task_id", "sample", "turn", "task", "history", "max_rounds", "prompt" (o_t),
+                          "candidates": [{"text", "ids", "ended"}, …]}, unless --candidates names such a file
+        scored.jsonl      the same rows with "advantages", eq. 3 of each candidate
+        pairs.jsonl       {"task_id", "sample", "turn", "prompt", "chosen", "rejected": candidates with "advantage"}
 
 --method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
                  score each by the critic's A(o_t, a, c) (eq. 3), draw --pairs-per-turn pairs, with replacement, of a
@@ -23,13 +21,12 @@ Writes  a model folder with metrics.jsonl (as 03) and agent.json (its system pro
 --method sft     Likelihood of the agent's turns in all trajectories. With --model tiny a new small model.
                  rft and sft put c in front of dialogues whose agent saw it (02 --agent script-informed).
 
-Defaults of --epochs and --batch-size: 1 and 8 for sweet, 4 and 8 for mtdpo, 4 and 32 for rft and sft; --preset
-paper-frontend has 8 epochs in place of 4.
+Epochs and batch size: sweet 1, 8; mtdpo 4, 8; rft and sft 4, 32 (--preset paper-frontend: 8 in place of 4 epochs).
 Differs from the paper: drops pairs of equal advantage and candidates stopped by length (docs/reproduce.md).
 Other methods are forks of this file, in examples/: docs/fork.md.
 
     python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model models/tiny --critic out/critic \\
-        --out out/sweet
+        --data-frac 1 --lr 3e-5 --out out/sweet
     torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """

@@ -136,35 +136,33 @@ def yes_or_no(text):
 
 def add_reference(parser):
     """The flag of the stages that score actions with a critic."""
-    parser.add_argument("--reference-sees-c", type=yes_or_no, metavar="yes|no", help="whether the reference model of "
-                        "eq. 3 reads c when --critic scores, as in the paper's formula, or only the dialogue, as in "
-                        "the published code (None: as the critic was trained; untrained: no)")
+    parser.add_argument("--reference-sees-c", type=yes_or_no, metavar="yes|no", help="whether eq. 3's reference "
+                        "model reads c in ranking (None: as in the critic's training; untrained: no)")
 
 
 def add_critic(parser, is_needed=False):
     """The flags of methods that score actions with a critic."""
-    parser.add_argument("--critic", type=text_flag, required=is_needed, help="a folder of 03, or untrained: --model, "
-                        "with a reference model that does not see c")
+    parser.add_argument("--critic", type=text_flag, required=is_needed, help="a folder of 03, or untrained: "
+                        "--model itself")
     add_reference(parser)
 
 
 def add_candidates(parser):
     """Flags of candidates and their pairs."""
     group = parser.add_argument_group("SWEET's candidates and pairs (other methods ignore or refuse these)")
-    group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns "
-                       "are used (the published code uses a tenth of 15,000; with a few hundred, use 1)")
+    group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories that are "
+                       "used (with a few hundred, use 1)")
     group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled per turn")
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs per turn")
     group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="most tokens in a candidate")
-    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of "
-                       "the same model, seed, trajectories and sampling; None: sample them")
-    group.add_argument("--sampler", type=text_flag, metavar="http://HOST:PORT/v1#NAME",
-                       help="servers of --model's weights (commas between addresses) that return token ids, as vLLM "
-                       "does; candidates are then not bit-reproducible; None: every rank samples with its own copy")
+    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run "
+                       "with the same model, seed, trajectories and sampling")
+    group.add_argument("--sampler", type=text_flag, metavar="URL,…", help="servers of --model's weights, "
+                       "http://HOST:PORT/v1#NAME, that return token ids, as vLLM does (not bit-reproducible)")
     group.add_argument("--concurrency", type=num_samples_flag, default=256, help="candidates in flight per rank")
-    group.add_argument("--pairs-together", action="store_true", help="make one example of all pairs of a turn, which "
-                       "share the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
+    group.add_argument("--pairs-together", action="store_true", help="one example of all pairs of a turn (faster); "
+                       "a batch has --batch-size / --pairs-per-turn of them")
 
 
 def check_candidates(parser, sampler, candidates):
@@ -181,8 +179,7 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     parser.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the examples")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="examples per step, over all ranks")
     parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate (warm-up, "
-                        "cosine). The default is the paper's, for models of 8B. Small models need more: models/tiny "
-                        "3e-5 to 1e-3 (scripts/recipes.toml)")
+                        "cosine): the paper's, for 8B; models/tiny needs 3e-5 to 1e-3")
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01, help="weight of the chosen side's NLL")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
@@ -191,14 +188,14 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     group = parser.add_argument_group("the data")
     group.add_argument("--num-trajectories", type=positive_int, help="use only this many (nested subsets, by --seed)")
     group.add_argument("--max-length", type=positive_int, default=max_length,
-                       help="drop longer trajectories (tokens); SWEET: pairs whose prompt and longer action are longer")
-    group.add_argument("--min-return-gap", type=number_flag(0, 2), help="least difference in reward of a trajectory "
-                       "pair, if rewards are graded (None: the domain's)")
+                       help="drop longer trajectories (tokens); SWEET: longer pairs")
+    group.add_argument("--min-return-gap", type=number_flag(0, 2), help="least difference in reward of a pair, if "
+                       "rewards are graded (None: the domain's)")
     group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after this many steps")
     group = parser.add_argument_group("LoRA (needs peft)")
     group.add_argument("--lora", type=positive_int, metavar="RANK", help="train an adapter, on a model in --dtype")
     group.add_argument("--lora-targets", type=text_flag, nargs="+", metavar="NAME",
-                       help="layers with an adapter, e.g. q_proj v_proj (None: all linear ones except the output)")
+                       help="layers with an adapter, e.g. q_proj v_proj (None: all linear ones)")
     group.add_argument("--merge", action="store_true", help="write a whole model instead of an adapter folder")
     group = parser.add_argument_group("memory and speed")
     group.add_argument("--micro-batch-size", type=positive_int, default=8, help="examples per forward pass")
