@@ -142,13 +142,9 @@ def split_groups(trajectories, needs_pairs, min_gap, held_out_frac, path):
     pairs = common.trajectory_pairs(trajectories, path, needs_pairs, min_gap)
     data.say_pairs(trajectories, pairs)
     groups = pairs if needs_pairs else [(number,) for number in range(len(trajectories))]
-    train, test = [], []
-    for group in groups:
-        if not is_held_out(trajectories[group[0]]["task_id"], held_out_frac):
-            train.append(group)
-    for pair in pairs:
-        if is_held_out(trajectories[pair[0]]["task_id"], held_out_frac):
-            test.append(pair)
+    held_out = {t["task_id"] for t in trajectories if is_held_out(t["task_id"], held_out_frac)}
+    train = [group for group in groups if trajectories[group[0]]["task_id"] not in held_out]
+    test = [pair for pair in pairs if trajectories[pair[0]]["task_id"] in held_out]
     what = "trajectory pairs" if needs_pairs else "trajectories"
     say(f"{len(train):,} {what} to train on, {len(test):,} pairs of other tasks held out")
     if not train:

@@ -299,9 +299,7 @@ def candidate_pairs(row, pairs_per_turn, rng, among=None):
     Pairs are drawn with replacement, so one can occur twice. Candidates stopped by length are dropped, and so are pairs
     of equal advantage (e.g. equal actions).
     among: numbers of the candidates to compare; None: all (examples/answers.py)."""
-    order = ended_candidates(row)
-    if among is not None:
-        order = [i for i in order if i in among]
+    order = [i for i in ended_candidates(row) if among is None or i in among]
     rng.shuffle(order)                                               # breaks ties at random
     order.sort(key=lambda i: -row["advantages"][i])
     half = len(order) // 2
