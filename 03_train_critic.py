@@ -8,24 +8,24 @@ Writes  a model folder with critic.json (how it scores, "untrained_pair_accuracy
 A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c in a short text before
 the first message (Domain.SOLUTION_TEXT):
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
-Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return. Each failure is paired with
-one success of its task, in turn (graded returns: every two that differ enough):
+Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher reward. Each failure gets a success
+of its task, round-robin (graded rewards: every two that differ enough are a pair):
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
 s: the sigmoid; b: --beta (.1); --nll-coef .01; NLL: a mean over the agent's tokens. o_t: the dialogue so far.
 
 --normalize turn        L: the tokens of the turn (default)
 --normalize trajectory  L: all agent tokens of the trajectory, as in the published code
 --normalize none        L: 1
---reference-sees-c no   p_ref does not read c. A is then nonzero before training: what c adds to log p. (04 has the
-                        same flag for ranking.)
+--reference-sees-c no   p_ref does not read c: before training A is not 0, but what c adds to the turn's mean
+                        log-probability. 04 has its own flag of this name, for ranking; its default is this one's.
 --critic-sees-c no      neither p nor p_ref reads c
 --score regression      a linear head on the mean of a turn's last hidden states outputs its advantage; trained by eq. 2
 --score value           a head predicts the trajectory's return after each turn, as a logit; trained by binary
                         cross-entropy
 An example is a pair of trajectories; with --score value a single one. Reports the pair accuracy on held-out tasks
 (default 5 %; the paper gives no figure).
-A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, the user's
-last message, and images of c and of the agent's page; its head sees the mean over all of these tokens.
+A visual critic, for pages: a --model of the Qwen2-VL family with --score regression or value. It reads the request,
+the user's last message, and images of c and of the agent's page; its head sees the mean over all of these tokens.
 
     python 03_train_critic.py --trajectories out/offline.jsonl --model models/tiny --beta 1 --lr 3e-4 --out out/critic
     torchrun --nproc-per-node 8 03_train_critic.py --trajectories trajectories.jsonl \\
@@ -100,10 +100,10 @@ def bradley_terry_losses(advantages, logps, lengths, beta, nll_coef):
     """Eq. 2 of pairs of trajectories: (losses (P,), {name: (P,)} for the log). Rows alternate: chosen, rejected.
 
     advantages   (2P, M) eq. 3 of each turn
-    logps        (2P, M) its log-probability under the critic, or a head's output (nll_coef is then 0)
-    lengths      (2P, M) its number of tokens; 0: no such turn"""
+    logps        (2P, M) each turn's log-probability under the critic, or a head's output (nll_coef is then 0)
+    lengths      (2P, M) each turn's number of tokens; 0: no such turn"""
     scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
-    chosen = beta * scores[0::2]                                     # (P,) rewards
+    chosen = beta * scores[0::2]                                     # (P,) implicit rewards
     rejected = beta * scores[1::2]                                   # (P,)
     nlls = -logps.sum(1) / lengths.sum(1)                            # (2P,) means over a trajectory's agent tokens
     nll = nlls[0::2]                                                 # (P,) of the chosen one
@@ -143,14 +143,14 @@ def split_groups(trajectories, needs_pairs, min_gap, held_out_frac, path):
     data.say_pairs(trajectories, pairs)
     groups = pairs if needs_pairs else [(number,) for number in range(len(trajectories))]
     held_out = {t["task_id"] for t in trajectories if is_held_out(t["task_id"], held_out_frac)}
-    train = [group for group in groups if trajectories[group[0]]["task_id"] not in held_out]
-    test = [pair for pair in pairs if trajectories[pair[0]]["task_id"] in held_out]
+    trained = [group for group in groups if trajectories[group[0]]["task_id"] not in held_out]
+    held_out_pairs = [pair for pair in pairs if trajectories[pair[0]]["task_id"] in held_out]
     what = "trajectory pairs" if needs_pairs else "trajectories"
-    say(f"{len(train):,} {what} to train on, {len(test):,} pairs of other tasks held out")
-    if not train:
+    say(f"{len(trained):,} {what} to train on, {len(held_out_pairs):,} pairs of other tasks held out")
+    if not trained:
         raise InputError(f"{path}: no examples to train on: --held-out-frac {held_out_frac} holds out the tasks of all "
-                         f"{len(test):,} pairs")
-    return train, test
+                         f"{len(held_out_pairs):,} pairs")
+    return trained, held_out_pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def train(action_model, examples, ref_logps, returns, critic, job):
     """Train the model on the examples, from the last saved state.
 
     ref_logps   reference_logps of the examples, for a log-ratio critic
-    returns     of each example's first trajectory, at least 0: a value critic's targets"""
+    returns     of each example's first trajectory, at least 0: the targets of --score value"""
     loop = training.Loop(action_model, examples, job, train_mode=critic.score == "value")
     for step, batch_numbers in loop.steps():
         num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
@@ -201,20 +201,20 @@ def pair_accuracy(action_model, examples, ref_logps, critic, max_tokens):
 
 
 def reference_numbers(action_model, examples, plain_examples, critic, job):
-    """(reference_logps of p_ref, what beforehand.say_order_of_untrained returns), both of the untrained model.
+    """(reference_logps of p_ref, what beforehand.say_whether_it_reads_c returns), both of the untrained model.
     plain_examples: the examples without c."""
     logps = reference_logps(job.output.path / "ref.pt", action_model, examples, job.max_tokens)
     if not critic.critic_sees_c:
         return logps, None
     plain_logps = reference_logps(job.output.path / "ref_plain.pt", action_model, plain_examples, job.max_tokens)
     gaps = gaps_of_c(logps, plain_logps, examples, critic.normalize)
-    order = beforehand.say_order_of_untrained([example.task_id for example in examples], gaps)
-    return logps if critic.reference_sees_c else plain_logps, order
+    reads_c = beforehand.say_whether_it_reads_c([example.task_id for example in examples], gaps)
+    return logps if critic.reference_sees_c else plain_logps, reads_c
 
 
 def gaps_of_c(logps_with_c, logps_without_c, examples, normalize):
-    """How much more c raises the log-probability of the chosen trajectory's turns than of the rejected one's, (P,).
-    logps: example_outputs of pairs under one model."""
+    """The untrained critic's score of the chosen trajectory minus that of the rejected one, (P,): what c adds to the
+    log-probabilities of their turns. logps: example_outputs of pairs under the untrained model."""
     lengths = action_lengths(items_of(examples))                                           # (2P, M)
     gains = common.action_advantages(padded_outputs(logps_with_c), padded_outputs(logps_without_c), lengths, normalize)
     scores = gains.sum(1)                                                                  # (2P,)
@@ -264,9 +264,9 @@ def main(argv=None):
     action_model = job.load(args.model, lora, critic.model_class)
     action_model.check_positions(items_of(examples))
     training.show_samples(critic.tokenizer, examples[0])
-    ref_logps, order = [None] * len(examples), None
+    ref_logps, reads_c = [None] * len(examples), None
     if args.score == "logratio":
-        ref_logps, order = reference_numbers(action_model, examples, plain_examples, critic, job)
+        ref_logps, reads_c = reference_numbers(action_model, examples, plain_examples, critic, job)
     returns = [max(0.0, float(domain.eval_score(trajectories[first]))) for first, *_ in groups]
     train(action_model, examples[:num_trained], ref_logps, returns, critic, job)    # the others are held out
 
@@ -284,7 +284,7 @@ def main(argv=None):
             "reference": args.model,
             "reference_fingerprint": weights_fingerprint(args.model),
             "prompt_form": common.prompt_form(critic, domain),
-            "untrained_pair_accuracy": order,
+            "untrained_pair_accuracy": reads_c,
             "held_out_pair_accuracy": accuracy,
             "num_held_out_pairs": num_pairs})
     training.finish_training(job, action_model, critic.tokenizer)

@@ -8,8 +8,8 @@ Writes  a model folder with metrics.jsonl (as 03) and agent.json (its system pro
         pairs.jsonl       {"task_id", "sample", "turn", "prompt", "chosen", "rejected": candidates with "advantage"}
 
 --method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
-                 score each by the critic's A(o_t, a, c) (eq. 3), draw --pairs-per-turn pairs, with replacement, of a
-                 random one of the better half and a random one of the worse half, and train by single-turn DPO:
+                 score each by the critic's A(o_t, a, c) (eq. 3), draw --pairs-per-turn pairs with replacement, one
+                 candidate from the better half and one from the worse, and train by single-turn DPO:
     eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
                  --reference-sees-c no: p_ref of eq. 3 does not read c in ranking, as in the published code (default: as
@@ -43,7 +43,7 @@ BATCH_SIZE = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32}
 PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "lr": 2e-7, "beta": 0.1, "nll_coef": 0.01,
          "data_frac": 0.1, "num_candidates": 16, "pairs_per_turn": 4, "temperature": 1.0}
 PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend": PAPER}
-# They differ in what the reference model reads in ranking, a flag that other methods than sweet refuse
+# Not in PRESETS, because only --method sweet takes this flag
 REFERENCE_SEES_C = {"paper-backend": True, "paper-frontend": True, "published-backend": False}        # in ranking
 
 
@@ -115,8 +115,8 @@ def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
 
 
 def preference_losses(action_model, batch, examples, ref_logps, job):
-    """Eq. 4 of a micro-batch, with numbers for the log: {"loss", …: (examples,)}, sums over each example's pairs.
-    train() divides them by the pairs of the step.
+    """Eq. 4 of a micro-batch, with numbers for the log: {"loss", …: (examples,)}, summed over each example's pairs.
+    train() makes them means over the step's pairs.
     ref_logps: (B, M), of each action under the reference model."""
     items, actions = batch_pairs(examples).unbind(-1)                # of chosen and rejected, (P, 2) each
     pair_logps = action_model(batch)[items, actions]                                        # (P, 2)
@@ -468,8 +468,8 @@ def open_model(trajectories, is_fresh, lora, job):
     return load_tokenizer(job.model), functools.partial(job.load, job.model, lora)
 
 
-def open_critic(name, tokenizer, domain, reference_sees_c, job):
-    """The critic of --critic, which scores candidates for tasks of a domain."""
+def checked_critic(name, tokenizer, domain, reference_sees_c, job):
+    """The critic of --critic (common.open_critic), if it has the policy's tokenizer."""
     show = functools.partial(data.show_documents, domain, job.output)
     critic = common.open_critic(name, job.model, domain, reference_sees_c, show)
     critic.check_tokenizer(tokenizer, job.model)
@@ -505,7 +505,7 @@ def main(argv=None):
 
     if args.method == "sweet":
         domain = domain_of(trajectories[0]["task"])
-        critic = open_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
+        critic = checked_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
         states = read_states(trajectories, tokenizer, args.data_frac, args.seed)
         states = fitting_states(states, tokenizer, critic, args.max_new_tokens, job)
         sampling = flags.pick(Sampling, vars(args))

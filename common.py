@@ -169,7 +169,7 @@ def trajectory_pairs(trajectories, path, needed=True, min_gap=None):
     """[(chosen, rejected)] numbers of trajectories of one task.
 
     If returns are graded (min_gap, or the domain's MIN_RETURN_GAP): every two whose rewards differ by at least that.
-    Otherwise each failure (reward below 1) is paired with one success (reward 1) of its task, in turn.
+    Otherwise each failure (reward below 1) gets a success (reward 1) of its task, round-robin.
     needed: raises InputError, which names `path`, if there is no pair."""
     if min_gap is None:
         min_gap = domain_of(trajectories[0]["task"]).MIN_RETURN_GAP
@@ -262,7 +262,7 @@ class TextCritic:
 
     def score_actions(self, states):
         """The advantage of each action of States, a list of floats for each state. Equal actions are scored once.
-        A candidate has no trajectory: with --normalize trajectory, too, it is a mean over its own tokens."""
+        A candidate's sum is divided by its own length, also if the critic was trained with --normalize trajectory."""
         distinct = [state._replace(actions=sorted(set(map(tuple, state.actions)))) for state in states]
         items = self.state_items(distinct, self.critic_sees_c)
         ref_items = items if self.reference_sees_c else self.state_items(distinct, sees_c=False)
@@ -345,8 +345,8 @@ class LogRatioCritic(TextCritic):
     def advantages(self, items, ref_items, normalize):
         """Eq. 3 of the actions of items, (B, M)."""
         logps = action_outputs(self.model, items, self.max_tokens)                         # (actions,) of each item
-        is_below = self.ref_model is self.model and not self.is_untrained       # the reference of a trained adapter
-        with adapter_off(self.model.model) if is_below else contextlib.nullcontext():
+        ref_is_base = self.ref_model is self.model and not self.is_untrained       # an adapter: the model with it off
+        with adapter_off(self.model.model) if ref_is_base else contextlib.nullcontext():
             ref_logps = action_outputs(self.ref_model, ref_items, self.max_tokens)
         logps = pad_sequence(logps, batch_first=True)                                      # (B, M)
         ref_logps = pad_sequence(ref_logps, batch_first=True)                              # (B, M)

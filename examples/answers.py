@@ -158,7 +158,7 @@ def main(argv=None):
         return
     job, trajectories, tokenizer, load = fork
     domain = domain_of(trajectories[0]["task"])
-    critic = policy.open_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
+    critic = policy.checked_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
     data.fill_rewards(trajectories, job.output)
     choose = policy.candidate_pairs
     if args.pairs_by_kind:

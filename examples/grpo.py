@@ -196,7 +196,7 @@ def main(argv=None):
     job, trajectories, tokenizer, load = fork
     domain = domain_of(trajectories[0]["task"])
     if args.critic:
-        critic = policy.open_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
+        critic = policy.checked_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
         common.must_read_text(critic)
         if critic.score == "value":
             raise InputError(f"{args.critic}: grpo needs a critic that outputs advantages, not values (03 --score)")

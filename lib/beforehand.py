@@ -10,7 +10,7 @@ from lib.statistics import agent_places, interval, intervals, mean
 # ---------------------------------------------------------------------------------------------------------------------
 # does the model read c?
 
-def say_order_of_untrained(task_ids, gaps):
+def say_whether_it_reads_c(task_ids, gaps):
     """How often c alone tells a success from a failure, before any training: {"share", "ci95": its interval over
     tasks}.
 
