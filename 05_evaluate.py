@@ -45,6 +45,8 @@ def parse_args(argv=None):
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
     parser.add_argument("--costs", action="store_true", help="show each method's training costs (first file)")
     parser.add_argument("--critic", type=flags.text_flag, metavar="DIR", help="show turn advantages by this critic")
+    parser.add_argument("--advantage-tasks", type=flags.positive_int, default=100, metavar="N", help="of dialogues of "
+                        "the first N tasks of each name")
     flags.add_reference(parser)
     parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR", help="show candidates of a folder of 04")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
@@ -275,21 +277,32 @@ def cost_lines(metrics):
     return statistics.aligned(["costs", "M trained", "M generated", "minutes"], rows) if rows else []
 
 
-def add_turn_advantages(metrics, files, critic, device):
-    """Give every trajectory "advantages" (by critic.score_turns; without a critic it keeps its own) and every method
-    their advantage_summary. Returns the summary of all."""
+def add_turn_advantages(metrics, files, critic, num_tasks, device):
+    """Give the trajectories "advantages" and every method their advantage_summary. Returns the summary of all.
+
+    A critic scores those of the first num_tasks tasks of each name, and the others get None. Without a critic they keep
+    their own."""
     trajectories = list(itertools.chain(*files.values()))
-    of_turns = [trajectory.get("advantages") for trajectory in trajectories]
     if critic:
+        scored = []
+        for of_name in files.values():
+            tasks = dict.fromkeys(trajectory["task_id"] for trajectory in of_name)
+            first_tasks = set(itertools.islice(tasks, num_tasks))
+            scored += [trajectory for trajectory in of_name if trajectory["task_id"] in first_tasks]
+        for trajectory in trajectories:
+            trajectory["advantages"] = None
         critic.load(load_whole(device), MAX_TOKENS)
-        of_turns = critic.score_turns(trajectories)
-    for trajectory, advantages in zip(trajectories, of_turns):
-        trajectory["advantages"] = advantages
+        for trajectory, advantages in zip(scored, critic.score_turns(scored)):
+            trajectory["advantages"] = advantages
+        say(f"{len(scored):,} of {len(trajectories):,} dialogues scored (--advantage-tasks {num_tasks})")
+    for trajectory in trajectories:
+        trajectory.setdefault("advantages", None)
     for name in files:
         metrics[name]["turn_advantages"] = advantage_summary(files[name])
-    if None in of_turns:
-        say(f"{of_turns.count(None):,} dialogues have no turn advantages")
-    return advantage_summary(trajectories)
+    summary = advantage_summary(trajectories)
+    if summary["unscored"]:
+        say(f"{summary['unscored']:,} dialogues have no turn advantages")
+    return summary
 
 
 def turn_form(critic, trajectories):
@@ -393,7 +406,7 @@ def main(argv=None):
         forms["candidates"] = candidate_form(args.candidates, domain, form_of_turns)
     if forms["advantages"]:
         say(*forms["advantages"])
-        advantages = add_turn_advantages(metrics, files, critic, run.device)
+        advantages = add_turn_advantages(metrics, files, critic, args.advantage_tasks, run.device)
         write_json(out / "metrics.json", metrics)
 
     # the page

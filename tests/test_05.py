@@ -376,6 +376,21 @@ def test_the_page_has_dialogues_with_advantages_and_candidates_with_pairs(credit
     assert "made with another" in refused(5, *words)                 # other candidates are another evaluation
 
 
+def test_advantages_of_the_first_tasks_of_each_name(workspace, regression_critic, tmp_path):
+    rows = read(workspace / "offline.jsonl")[:24]
+    rows[0]["advantages"] = [9.0] * rows[0]["num_rounds"]            # by another critic
+    words = written(tmp_path, {"a": rows[:12], "b": rows[12:]})
+    printed = call(5, *words, "--critic", regression_critic, "--advantage-tasks", 1)
+    scored = [row["task_id"] in (rows[0]["task_id"], rows[12]["task_id"]) for row in rows]
+    assert 0 < sum(scored) < 24 and f"{sum(scored)} of 24 dialogues scored" in printed
+    _, _, data = report_of(tmp_path)
+    shown = [{"advantage" in turn and turn["advantage"] is not None for turn in dialogue["turns"]
+              if turn["who"] == "agent"} for dialogue in data["dialogues"]]
+    assert sum(True in turns for turns in shown) == sum(scored)
+    first = next(turn for turn in data["dialogues"][0]["turns"] if turn["who"] == "agent")
+    assert first["advantage"] != 9
+
+
 def test_advantages_of_the_files_are_shown_where_no_critic_gives_others(tmp_path):
     rows = [{**row, "advantages": [0.5]} for row in answers(t=GOOD, u=BAD)]
     words = written(tmp_path, {"own": [*rows, trajectory("v", GOOD)]})
