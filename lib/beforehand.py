@@ -27,7 +27,7 @@ def say_whether_it_reads_c(task_ids, gaps):
     if bounds[0] > 0.5:
         say(f"{text}: the model reads c (04 --reference-sees-c no uses that)")
     else:
-        say(f"{text}: the model was not shown to read c (rank with 04's default, or try --method mtdpo)")
+        say(f"{text}: not enough to say that the model reads c (docs/faq.md, Will it work for my model?)")
     return {"share": share, "ci95": bounds}
 
 
