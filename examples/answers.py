@@ -19,6 +19,30 @@ Writes  a model folder with metrics.jsonl and agent.json (its system prompt in t
         --critic out/critic --out out/answers
     torchrun --nproc-per-node 8 -m examples.answers --answer-coef 1 …
 """
+from lib import flags
+
+# ---------------------------------------------------------------------------------------------------------------------
+# arguments
+
+def parse_args(argv=None):
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("--method", choices=["sweet"], default="sweet", help="the only one")
+    flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
+    flags.add_critic(parser, is_needed=True)
+    flags.add_candidates(parser)
+    parser.add_argument("--answer-coef", type=flags.non_negative_float, default=0.0, help="weight of the mean NLL of a "
+                        "right answer, drawn once for each example from all successful trajectories (whatever "
+                        "--data-frac)")
+    parser.add_argument("--pairs-by-kind", action="store_true", help="compare answers with answers and questions with "
+                        "questions, except where the log decides between them")
+    args = parser.parse_args(argv)
+    flags.check_candidates(parser, args.sampler, args.candidates)
+    return args
+
+
+if __name__ == "__main__":
+    parse_args()                    # answers --help and wrong flags before the imports below, which take seconds
+
 import functools
 import importlib
 import random
@@ -27,7 +51,7 @@ import torch
 
 import common
 from colbench import domain_of
-from lib import beforehand, data, flags
+from lib import beforehand, data
 from lib.logps import item_length, Sequence
 from lib.runtime import InputError, run_stage, say
 from lib.statistics import agent_places
@@ -133,22 +157,6 @@ def pairs_by_kind(winners, row, pairs_per_turn, rng):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=["sweet"], default="sweet", help="the only one")
-    flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
-    flags.add_critic(parser, is_needed=True)
-    flags.add_candidates(parser)
-    parser.add_argument("--answer-coef", type=flags.non_negative_float, default=0.0, help="weight of the mean NLL of a "
-                        "right answer, drawn once for each example from all successful trajectories (whatever "
-                        "--data-frac)")
-    parser.add_argument("--pairs-by-kind", action="store_true", help="compare answers with answers and questions with "
-                        "questions, except where the log decides between them")
-    args = parser.parse_args(argv)
-    flags.check_candidates(parser, args.sampler, args.candidates)
-    return args
-
 
 def main(argv=None):
     args = parse_args(argv)

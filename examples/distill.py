@@ -9,6 +9,23 @@ initial model with c in front.
     python -m examples.distill --trajectories out/offline.jsonl --model models/tiny --out out/distill
     torchrun --nproc-per-node 8 -m examples.distill --divergence forward …
 """
+from lib import flags
+
+# ---------------------------------------------------------------------------------------------------------------------
+# arguments
+
+def parse_args(argv=None):
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("--method", choices=["distill"], default="distill", help="the only one")
+    flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
+    parser.add_argument("--divergence", choices=["forward", "reverse"], default="reverse",
+                        help="forward: KL(teacher || policy); reverse: KL(policy || teacher)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse_args()                    # answers --help and wrong flags before the imports below, which take seconds
+
 import collections
 import functools
 import importlib
@@ -16,7 +33,6 @@ import importlib
 import torch.nn.functional as F
 
 import common
-from lib import flags
 from lib.load import load_model, most_positions, projection_of, read_config
 from lib.logps import ActionModel, in_chunks
 from lib.runtime import run_stage
@@ -62,15 +78,6 @@ TaughtExample = collections.namedtuple("TaughtExample", "items action_pairs task
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=["distill"], default="distill", help="the only one")
-    flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
-    parser.add_argument("--divergence", choices=["forward", "reverse"], default="reverse",
-                        help="forward: KL(teacher || policy); reverse: KL(policy || teacher)")
-    return parser.parse_args(argv)
-
 
 def main(argv=None):
     args = parse_args(argv)

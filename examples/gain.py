@@ -17,6 +17,25 @@ The idea is that of arXiv 2602.12342 and 2510.14967, which reward turns of whole
     python -m examples.gain --trajectories out/offline.jsonl --model models/tiny --out out/gain
     torchrun --nproc-per-node 8 -m examples.gain …
 """
+from lib import flags
+
+# ---------------------------------------------------------------------------------------------------------------------
+# arguments
+
+def parse_args(argv=None):
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("--method", choices=["gain"], default="gain", help="the only one")
+    parser.set_defaults(critic=None)
+    flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
+    flags.add_candidates(parser)
+    args = parser.parse_args(argv)
+    flags.check_candidates(parser, args.sampler, args.candidates)
+    return args
+
+
+if __name__ == "__main__":
+    parse_args()                    # answers --help and wrong flags before the imports below, which take seconds
+
 import asyncio
 import functools
 import importlib
@@ -24,7 +43,7 @@ import random
 
 import common
 from colbench import domain_of
-from lib import data, flags
+from lib import data
 from lib.logps import action_outputs
 from lib.runtime import InputError, run_stage
 from lib.tokens import continuation, end_of_turn, note_prompt, prompt_text, shown_system
@@ -104,17 +123,6 @@ def with_agents(rows, trajectories):
         arguments = trajectory.get("chat_template_args", {})
         prepared.append({**row, "system_prompt": system, "chat_template_args": arguments})
     return prepared
-
-
-def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=["gain"], default="gain", help="the only one")
-    parser.set_defaults(critic=None)
-    flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
-    flags.add_candidates(parser)
-    args = parser.parse_args(argv)
-    flags.check_candidates(parser, args.sampler, args.candidates)
-    return args
 
 
 def main(argv=None):

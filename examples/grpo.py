@@ -21,6 +21,29 @@ Differences between variants of GRPO; this one has:
     python -m examples.grpo --trajectories out/offline.jsonl --model models/tiny --lr 3e-4 --out out/grpo
     torchrun --nproc-per-node 8 -m examples.grpo --critic critic --signed …
 """
+from lib import flags
+
+# ---------------------------------------------------------------------------------------------------------------------
+# arguments
+
+def parse_args(argv=None):
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("--method", choices=["grpo"], default="grpo", help="the only one")
+    flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
+    flags.add_critic(parser)
+    parser.add_argument("--signed", action="store_true", help="see above")
+    parser.add_argument("--clip", type=flags.non_negative_float, default=0.2, help="of the ratio, up and down")
+    parser.add_argument("--kl-coef", type=flags.non_negative_float, default=0.0,
+                        help="of the divergence from the start")
+    args = parser.parse_args(argv)
+    if args.critic is None and (args.signed or args.reference_sees_c is not None):
+        parser.error("--signed and --reference-sees-c go with --critic")
+    return args
+
+
+if __name__ == "__main__":
+    parse_args()                    # answers --help and wrong flags before the imports below, which take seconds
+
 import collections
 import functools
 import importlib
@@ -32,7 +55,7 @@ import torch
 
 import common
 from colbench import domain_of
-from lib import data, flags
+from lib import data
 from lib.logps import num_actions, padded_outputs
 from lib.runtime import InputError, read_rows, run_stage, say, write_jsonl
 from lib.tokens import note_prompt
@@ -171,21 +194,6 @@ def grpo_losses(action_model, batch, examples, ref_logps, clip, kl_coef):
     log_ratios = action_model(batch) - ref_logps                     # (B, M): of each token
     losses, numbers = clipped_losses(log_ratios, advantages, batch.lengths, clip, kl_coef)
     return {"loss": losses, **numbers}
-
-
-def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=["grpo"], default="grpo", help="the only one")
-    flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
-    flags.add_critic(parser)
-    parser.add_argument("--signed", action="store_true", help="see above")
-    parser.add_argument("--clip", type=flags.non_negative_float, default=0.2, help="of the ratio, up and down")
-    parser.add_argument("--kl-coef", type=flags.non_negative_float, default=0.0,
-                        help="of the divergence from the start")
-    args = parser.parse_args(argv)
-    if args.critic is None and (args.signed or args.reference_sees_c is not None):
-        parser.error("--signed and --reference-sees-c go with --critic")
-    return args
 
 
 def main(argv=None):

@@ -241,13 +241,17 @@ def test_a_python_without_torch_is_told_how_to_set_up(path):
     assert re.fullmatch("error: this Python has no torch; .*\n", process.stderr)
 
 
+FORKS = "examples.answers", "examples.distill", "examples.gain", "examples.grpo"
+
+
 @pytest.mark.parametrize("words, status", [("--help", 0), ("--nonsense", 2), ("", 2)])
-@pytest.mark.parametrize("path", sorted(ROOT.glob("0*.py")), ids=lambda path: path.name)
-def test_help_and_wrong_flags_are_answered_without_torch_which_takes_seconds(path, words, status, tmp_path):
+@pytest.mark.parametrize("program", [*(path.name for path in sorted(ROOT.glob("0*.py"))), *FORKS])
+def test_help_and_wrong_flags_are_answered_without_torch_which_takes_seconds(program, words, status, tmp_path):
     """Also where the terminal cannot show all characters of the help."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONIOENCODING": "ascii"}
-    process = subprocess.run([sys.executable, path, *words.split()], capture_output=True, text=True, env=environment)
+    command = [sys.executable, *(["-m"] if program in FORKS else []), program, *words.split()]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert process.returncode == status
     assert process.stderr.startswith("error: ") if status else "arguments below" in process.stdout
 
