@@ -79,5 +79,4 @@ def say_answers_in_pairs(pairs, states, trajectories, domain):
         say(f"pairs of an answer and a question: {in_all['answer']:,} prefer the answer, {in_all['question']:,} the "
             f"question; where the log has a right answer, {in_right['answer']:,} and {in_right['question']:,}")
     if in_right["question"] > 2 * in_right["answer"]:
-        say("these pairs teach the agent not to answer: it may ask until the last round (examples/answers.py "
-            "--pairs-by-kind)")
+        say("these pairs teach the agent not to answer: it may ask until the last round")
