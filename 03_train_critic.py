@@ -16,8 +16,8 @@ s: the sigmoid; b: --beta (.1); --nll-coef .01; NLL: a mean over the agent's tok
 --normalize turn        L: the tokens of the turn (default)
 --normalize trajectory  L: all agent tokens of the trajectory, as in the published code
 --normalize none        L: 1
---reference-sees-c no   p_ref does not read c: before training A is not 0, but what c adds to the turn's mean
-                        log-probability. 04 has its own flag of this name, for ranking; its default is this one's.
+--reference-sees-c no   p_ref does not read c, so A starts at what c adds to the turn's mean log-probability, not at 0.
+                        04 has its own flag of this name, for ranking; its default is this one's.
 --critic-sees-c no      neither p nor p_ref reads c
 --score regression      a linear head on the mean of a turn's last hidden states outputs its advantage; trained by eq. 2
 --score value           a head predicts the trajectory's return after each turn, as a logit; trained by binary

@@ -12,8 +12,8 @@ Writes  a model folder with metrics.jsonl (as 03) and agent.json (its system pro
                  candidate from the better half and one from the worse, and train by single-turn DPO:
     eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
-                 --reference-sees-c no: p_ref of eq. 3 does not read c in ranking, as in the published code (default: as
-                 in the critic's training). A is then what the critic learned plus the base model's own use of c:
+                 --reference-sees-c no: ranking uses a p_ref that does not read c, as the published code does (default:
+                 as in the critic's training). A is then what the critic learned plus the base model's own use of c:
                  log p(a|o,c) - log p_ref(a|o) = [log p(a|o,c) - log p_ref(a|o,c)] + [log p_ref(a|o,c) - log p_ref(a|o)]
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns in successful trajectories (if returns are

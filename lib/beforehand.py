@@ -11,8 +11,8 @@ from lib.statistics import agent_places, interval, intervals, mean
 # does the model read c?
 
 def say_whether_it_reads_c(task_ids, gaps):
-    """How often c alone tells a success from a failure, before any training: {"share", "ci95": its interval over
-    tasks}.
+    """Print and return in which share of the pairs c raises the log-probability of the better dialogue more, under the
+    untrained model: {"share", "ci95"}, a mean over tasks.
 
     gaps   (P,) of pairs of trajectories of these tasks: how much more c raises the untrained model's log-probability of
            the chosen one's turns than of the rejected one's"""
@@ -23,7 +23,7 @@ def say_whether_it_reads_c(task_ids, gaps):
     share = mean(of_tasks)
     trajectories = [{"task_id": task, "task": {}} for task in shares]
     bounds = intervals([of_tasks], list(shares), trajectories).get("ci95", [0.0, 1.0])
-    text = f"in {share:.3f} {interval(bounds)} of the pairs c raises the better dialogue more, before training"
+    text = f"before training, c raises log p of the better dialogue more in {share:.3f} {interval(bounds)} of the pairs"
     if bounds[0] > 0.5:
         say(f"{text}: the model reads c (04 --reference-sees-c no uses that)")
     else:
