@@ -45,8 +45,8 @@ def parse_args(argv=None):
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
     parser.add_argument("--costs", action="store_true", help="show each method's training costs (first file)")
     parser.add_argument("--critic", type=flags.text_flag, metavar="DIR", help="show turn advantages by this critic")
-    parser.add_argument("--advantage-tasks", type=flags.positive_int, default=100, metavar="N", help="of dialogues of "
-                        "the first N tasks of each name")
+    parser.add_argument("--advantage-tasks", type=flags.positive_int, metavar="N", help="of dialogues of the first N "
+                        "tasks of each name (None: 100; with --export all)")
     flags.add_reference(parser)
     parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR", help="show candidates of a folder of 04")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
@@ -55,6 +55,8 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.reference_sees_c is not None and not args.critic:
         parser.error("--reference-sees-c goes with --critic")
+    if args.advantage_tasks is None:
+        args.advantage_tasks = 10 ** 9 if args.export else 100
     names = [name for name, _ in args.files]
     if len(set(names)) < len(names):
         parser.error("each file needs its own name")
@@ -294,7 +296,7 @@ def add_turn_advantages(metrics, files, critic, num_tasks, device):
         critic.load(load_whole(device), MAX_TOKENS)
         for trajectory, advantages in zip(scored, critic.score_turns(scored)):
             trajectory["advantages"] = advantages
-        say(f"{len(scored):,} of {len(trajectories):,} dialogues scored (--advantage-tasks {num_tasks})")
+        say(f"{len(scored):,} of {len(trajectories):,} dialogues scored (--advantage-tasks)")
     for trajectory in trajectories:
         trajectory.setdefault("advantages", None)
     for name in files:

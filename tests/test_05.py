@@ -376,6 +376,13 @@ def test_the_page_has_dialogues_with_advantages_and_candidates_with_pairs(credit
     assert "made with another" in refused(5, *words)                 # other candidates are another evaluation
 
 
+def test_other_programs_get_all_advantages_unless_a_flag_says_otherwise():
+    words = "a=f --out o --critic c"
+    limits = [evaluate.parse_args(f"{words} {more}".split()).advantage_tasks
+              for more in ("", "--export messages", "--export messages --advantage-tasks 3")]
+    assert limits[0] == 100 and limits[1] > 10 ** 6 and limits[2] == 3
+
+
 def test_advantages_of_the_first_tasks_of_each_name(workspace, regression_critic, tmp_path):
     rows = read(workspace / "offline.jsonl")[:24]
     rows[0]["advantages"] = [9.0] * rows[0]["num_rounds"]            # by another critic
