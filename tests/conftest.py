@@ -293,22 +293,13 @@ def critic_note(score):
     return {"score": score, "normalize": "none", "critic_sees_c": True, "reference": "models/tiny"}
 
 
-def load_critic(folder, domain="backend", reference_sees_c=None, load=None, max_tokens=4096):
-    """The critic of a folder, for tasks of a domain (its name), loaded."""
+def load_critic(folder="untrained", domain="backend", reference_sees_c=None, model=BASE, load=None):
+    """The critic of a folder, or the untrained one of a model, loaded, for tasks of a domain (its name)."""
     import common
     from colbench import DOMAINS
-    return loaded(common.read_critic(folder, DOMAINS[domain], reference_sees_c), load, max_tokens)
-
-
-def load_untrained(load=None, max_tokens=4096):
-    """models/tiny as an untrained critic."""
-    import common
-    return loaded(common.open_critic(common.UNTRAINED, str(BASE), None), load, max_tokens)
-
-
-def loaded(critic, load=None, max_tokens=4096):
     from lib.logps import load_whole
-    critic.load(load or load_whole("cpu"), max_tokens)
+    critic = common.open_critic(str(folder), str(model), DOMAINS[domain], reference_sees_c)
+    critic.load(load or load_whole("cpu"), 4096)
     return critic
 
 

@@ -14,20 +14,7 @@ import torch
 import common
 from colbench import backend, Domain, frontend
 from compare import assert_same_steps, greatest_difference, token_logps_after
-from conftest import (
-    BASE,
-    call,
-    critic_note,
-    FUNCTION,
-    load_critic,
-    load_untrained,
-    loaded,
-    read,
-    refused,
-    stage,
-    succeed,
-    write,
-)
+from conftest import BASE, call, FUNCTION, load_critic, read, refused, stage, succeed, write
 from lib import tokens, training
 from lib.data import read_trajectories
 from lib.load import load_model
@@ -118,12 +105,41 @@ def test_it_begins_at_log_2_and_its_folder_is_a_model_with_a_description(critic)
 
 def test_an_untrained_critic_scores_every_candidate_0(workspace, tiny):
     state = state_of(read(workspace / "offline.jsonl")[0], [7, 8])
-    same = loaded(common.LogRatioCritic(str(BASE), str(BASE), tiny[1]))
-    assert same.score_actions([state]) == [[0.0, 0.0]]
-    broken = load_untrained()
-    broken.model.model.model.norm.weight.data[0] = float("nan")
+    critic = load_critic()
+    critic.reference_sees_c = True
+    assert critic.score_actions([state]) == [[0.0, 0.0]]
+    critic.model.model.model.norm.weight.data[0] = float("nan")
     with pytest.raises(InputError, match="tiny: its scores are not finite; train this critic again"):
-        broken.score_actions([state])
+        critic.score_actions([state])
+
+
+def test_without_c_an_untrained_critic_scores_exactly_0(workspace, tiny):
+    """Also where the prompts of others with c put the two passes into other batches."""
+    critic, states = load_critic(), []
+    critic.max_tokens = 2048
+    for number, row in enumerate(read_trajectories(workspace / "offline.jsonl")[:12]):
+        task = row["task"] if number % 2 else {**row["task"], "ground_truth": ""}
+        turns = agent_turns(tiny[1], row)
+        for prompt, action in turns:
+            states.append(common.State(prompt, task, [], [action, turns[0][1]], []))
+    scores = critic.score_actions(states)
+    for state, numbers in zip(states, scores):
+        assert (numbers == [0, 0]) == (state.task["ground_truth"] == "")
+
+
+def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(workspace, tiny, monkeypatch):
+    critic = load_critic()
+    critic.reference_sees_c = True
+    rows = read_trajectories(workspace / "offline.jsonl")[:8]
+    assert critic.score_turns(rows) == [[0.0] * row["num_rounds"] for row in rows]
+    items = common.trajectory_items(tiny[1], rows, sees_c=True)
+    lengths = [max(len(row.ids) for row in item) for item in items]
+    limit = critic.max_tokens = sorted(lengths)[3]
+    found = critic.score_turns(rows)
+    assert [own is None for own in found] == [length > limit for length in lengths] and None in found
+    critic.max_tokens = 4096
+    monkeypatch.setattr(common, "most_positions", lambda _: limit)
+    assert critic.score_turns(rows) == found
 
 
 @pytest.mark.parametrize("score", ["regression", "value"])
@@ -331,15 +347,13 @@ def test_the_first_loss_of_a_blind_critic_is_that_of_the_gains_by_hand(workspace
     assert step["margin"] == pytest.approx(sum(margins) / len(margins), abs=2e-4)
 
 
-def test_a_critic_s_folder_says_what_its_reference_reads_and_a_flag_has_it_otherwise(blind, critic, tmp_path, capsys):
+def test_a_critic_s_folder_says_what_its_reference_reads_unless_a_flag_does(blind, critic, value_critic, capsys):
     """But for a critic with a head, which has no reference."""
     for folder, sees_c in ((blind, False), (critic[0], True)):
         assert json.loads((folder / "critic.json").read_text())["reference_sees_c"] is sees_c
         found = [common.read_critic(folder, backend, flag).reference_sees_c for flag in (None, True, False)]
         assert found == [sees_c, True, False]
-    folder = shutil.copytree(BASE, tmp_path / "value")
-    (folder / "critic.json").write_text(json.dumps(critic_note("value")))
-    assert common.read_critic(folder, backend, False).reference_sees_c
+    assert common.read_critic(value_critic, backend, False).reference_sees_c
     assert "--reference-sees-c no has no effect" in capsys.readouterr().out
 
 
@@ -386,7 +400,7 @@ def test_scores_with_a_blind_reference(workspace, critic, tiny):
         first, *_, last = trajectory["dialogue_history"][1::2]
         actions = [first["output_ids"], [7, 8], last["output_ids"]]
         states.append(common.State(first["input"], trajectory["task"], [], actions, []))
-    untrained = load_untrained()
+    untrained = load_critic()
     gains = untrained.score_actions(states)
     turn_scores = untrained.score_turns(trajectories)
     for trajectory, state, state_gains, advantages in zip(trajectories, states, gains, turn_scores):

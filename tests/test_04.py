@@ -13,26 +13,13 @@ import torch
 import common
 from colbench import backend
 from compare import token_logps_after
-from conftest import (
-    BASE,
-    call,
-    dies,
-    FUNCTION,
-    job_of,
-    load_untrained,
-    Partial,
-    policy_flags,
-    read,
-    refused,
-    stage,
-    write,
-)
+from conftest import BASE, call, dies, FUNCTION, job_of, Partial, policy_flags, read, refused, stage, write
 from lib import data, training
 from lib.data import read_trajectories
 from lib.logps import batch_pairs, collate, items_of, Sequence, without_trees
 from lib.runtime import InputError
 from lib.seeds import uniforms
-from lib.tokens import agent_turns, encode
+from lib.tokens import encode
 from lib.training import preference_metrics
 
 policy_stage = stage(4)
@@ -113,19 +100,6 @@ def test_equal_advantages_make_no_pair_and_change_no_other(tiny, tmp_path, capsy
     assert "2 candidates stopped by --max-new-tokens were dropped\n" in said
     assert ("1 of 2 turns give no pair: all of their 9 candidates have equal advantages\n"
             "1 of 2 turns have no c\n") in said
-
-
-def test_without_c_an_untrained_critic_scores_exactly_0(workspace, tiny):
-    """Also where the prompts of others with c put the two passes into other batches."""
-    states = []
-    for number, row in enumerate(read_trajectories(workspace / "offline.jsonl")[:12]):
-        task = row["task"] if number % 2 else {**row["task"], "ground_truth": ""}
-        turns = agent_turns(tiny[1], row)
-        for prompt, action in turns:
-            states.append(common.State(prompt, task, [], [action, turns[0][1]], []))
-    scores = load_untrained(max_tokens=2048).score_actions(states)
-    for state, numbers in zip(states, scores):
-        assert (numbers == [0, 0]) == (state.task["ground_truth"] == "")
 
 
 def test_pairs_are_drawn_from_one_stream_and_the_longer_action_counts(tiny, tmp_path):

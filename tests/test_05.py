@@ -10,21 +10,7 @@ import pytest
 import common
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import (
-    BASE,
-    call,
-    FUNCTION,
-    load_critic,
-    loaded,
-    policy_flags,
-    read,
-    refused,
-    ROOT,
-    stage,
-    trajectory,
-    turns,
-    write,
-)
+from conftest import BASE, call, FUNCTION, load_critic, policy_flags, read, refused, ROOT, stage, trajectory, write
 from lib import statistics
 from lib.data import read_trajectories
 from lib.tokens import encode
@@ -317,20 +303,6 @@ def test_the_advantage_of_a_turn_is_the_score_of_actions(request, workspace, nam
     assert any(abs(advantage) > 1e-3 for own in advantages for advantage in own)
 
 
-def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(workspace, tiny, monkeypatch):
-    critic = loaded(common.LogRatioCritic(str(BASE), str(BASE), tiny[1]))
-    rows = read_trajectories(workspace / "offline.jsonl")[:8]
-    assert critic.score_turns(rows) == [[0.0] * row["num_rounds"] for row in rows]
-    items = common.trajectory_items(tiny[1], rows, sees_c=True)
-    lengths = [max(len(row.ids) for row in item) for item in items]
-    limit = critic.max_tokens = sorted(lengths)[3]
-    found = critic.score_turns(rows)
-    assert [own is None for own in found] == [length > limit for length in lengths] and None in found
-    critic.max_tokens = 4096
-    monkeypatch.setattr(common, "most_positions", lambda _: limit)
-    assert critic.score_turns(rows) == found
-
-
 @pytest.fixture(scope="module")
 def credited(workspace, regression_critic, tmp_path_factory):
     """The folder and arguments of 05 with a critic and SWEET's candidates (in candidates/), on dialogues "a" and "b".
@@ -442,7 +414,8 @@ def test_messages_of_another_trainer_get_advantages(workspace, regression_critic
     """Without ids it is what the same dialogues have with them: the docs' lines of Python run, too."""
     rows, exported = read(workspace / "offline.jsonl")[:6], read(credited[0] / "report" / "export" / "a.jsonl")[:6]
     plain = [{"task": row["task"], "answer": row["answer"], "max_rounds": row["max_rounds"],
-              "dialogue_history": turns(*(turn["content"] for turn in row["dialogue_history"]))} for row in rows]
+              "dialogue_history": [{key: turn[key] for key in ("role", "content")} for turn in row["dialogue_history"]]}
+             for row in rows]
     plain = read_trajectories(write(tmp_path / "plain.jsonl", plain))
     of_plain = load_critic(regression_critic).score_turns(plain)
     assert f"agent turns: {sum(row['num_rounds'] for row in rows)} rendered again" in capsys.readouterr().out

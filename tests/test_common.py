@@ -16,25 +16,13 @@ import common
 from colbench import backend, Domain
 from compare import token_logps_after
 from conftest import BASE, ROOT, turns, write
-from lib import data
+from lib import data, tokens
 from lib.data import read_tasks, read_trajectories
 from lib.engine import Engine
 from lib.fast import WIDTH_STEP
 from lib.load import load_tokenizer
 from lib.logps import action_outputs, ActionModel, collate, HeadModel, Sequence
 from lib.runtime import InputError
-from lib.tokens import (
-    AGENT,
-    agent_messages,
-    check_prompt,
-    encode,
-    note_prompt,
-    our_system,
-    shown_system,
-    strip_thoughts,
-    system_prompt,
-    tokenizer_name,
-)
 
 U, A, E = "<|user|>", "<|assistant|>", "<|end|>"
 PROMPT = backend.agent_system
@@ -52,10 +40,10 @@ def ids_of(tokenizer, *tokens):
 def test_a_system_prompt_may_be_empty(tiny, tmp_path, capsys):
     """A model's folder keeps the one that most trajectories have (and with what arguments: test_prompts.py)."""
     rows = [{"task": TASK, "dialogue_history": HISTORY, **more} for more in ({"system_prompt": ""}, {})]
-    assert shown_system(rows[0]) == "" and shown_system(rows[1]) == our_system(rows[1]) != ""
-    note_prompt(tmp_path, [rows[1], rows[0], rows[0]])
-    assert common.read_json(tmp_path / "agent.json", AGENT) == {"system_prompt": "", "chat_template_args": {}}
-    check_prompt(str(tmp_path), tiny[1], "Other", {})               # this template shows none, so nothing differs
+    assert tokens.shown_system(rows[0]) == "" and tokens.shown_system(rows[1]) == tokens.our_system(rows[1]) != ""
+    tokens.note_prompt(tmp_path, [rows[1], rows[0], rows[0]])
+    assert common.read_json(tmp_path / "agent.json", tokens.AGENT) == {"system_prompt": "", "chat_template_args": {}}
+    tokens.check_prompt(str(tmp_path), tiny[1], "Other", {})       # this template shows none, so nothing differs
     assert "was trained" not in capsys.readouterr().out
 
 
@@ -66,8 +54,8 @@ def test_a_saved_tokenizer_keeps_its_name(tmp_path, template):
     """Also where names come in another order. A single text, with plain line ends, is hashed as it is."""
     tokenizer, names = load_tokenizer(str(BASE)), set()
     content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
-    assert tokenizer_name(tokenizer) == hashlib.sha256(content.encode()).hexdigest()[:16]
-    plain = tokenizer_name(tokenizer)
+    assert tokens.tokenizer_name(tokenizer) == hashlib.sha256(content.encode()).hexdigest()[:16]
+    plain = tokens.tokenizer_name(tokenizer)
     orders = [template]
     if isinstance(template, dict):
         orders.append(dict(reversed(template.items())))
@@ -75,7 +63,7 @@ def test_a_saved_tokenizer_keeps_its_name(tmp_path, template):
         tokenizer = load_tokenizer(str(BASE))
         tokenizer.chat_template = order
         tokenizer.save_pretrained(tmp_path / str(number))
-        names |= {tokenizer_name(tokenizer), tokenizer_name(load_tokenizer(str(tmp_path / str(number))))}
+        names |= {tokens.tokenizer_name(tokenizer), tokens.tokenizer_name(load_tokenizer(str(tmp_path / str(number))))}
     assert len(names) == 1 and plain not in names
 
 
@@ -85,9 +73,9 @@ def test_every_text_survives_the_tiny_tokenizer(tiny):
     for text in ("Please use 12 for the fee.\ndef f(x):\n    return x[:3] + \"-\"", "Zwölf  façades, 99.5 % ▲ 漢字!",
                  "a b  c\n\n d",
                  "it's 3x_4 __init__(self)", " leading and trailing "):
-        assert tokenizer.decode(encode(tokenizer, text)) == text
+        assert tokenizer.decode(tokens.encode(tokenizer, text)) == text
     for text in ("Please use 12 for the basic fee.", "    return 12\n"):
-        assert ids_of(tokenizer, "▁12▁")[0] in encode(tokenizer, text)
+        assert ids_of(tokenizer, "▁12▁")[0] in tokens.encode(tokenizer, text)
 
 
 def test_rows_of_a_trajectory_as_literal_arrays(tiny):
@@ -187,16 +175,16 @@ def test_action_logps_in_batches_against_a_plain_softmax(tiny):
     (f"[THINK]{backend.MARKER} x[/THINK]What?", None, "What?"), ("thought", "<thinking>\n", ""),
     (" plain \n", "x", "plain"), (f"<think>{backend.MARKER} x</think>What?", None, "What?")])
 def test_thoughts_are_not_seen(text, prompt, seen):
-    assert strip_thoughts(text, prompt) == seen
+    assert tokens.strip_thoughts(text, prompt) == seen
 
 
 def test_agent_messages_name_the_last_round_and_never_hold_c():
     history = turns("a", "b", "c")
-    chats = [agent_messages(history, rounds, PROMPT(rounds)) for rounds in (3, 2)]
+    chats = [tokens.agent_messages(history, rounds, PROMPT(rounds)) for rounds in (3, 2)]
     contents = [[m["content"] for m in chat[1:]] for chat in chats]
     assert contents == [["a", "b", "c"], ["a", "b", "c\n(last round)"]]
     assert "3 rounds" in chats[0][0]["content"] and history[-1]["content"] == "c"
-    other = agent_messages(history, 2, PROMPT(2), "As {it} is, {max_rounds} {}")         # literal; no note of ours
+    other = tokens.agent_messages(history, 2, PROMPT(2), "As {it} is, {max_rounds} {}")   # literal; no note of ours
     assert [m["content"] for m in other] == ["As {it} is, {max_rounds} {}", "a", "b", "c"]
 
 
@@ -215,8 +203,8 @@ LLAMA = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
 def test_the_system_prompt_is_read_from_the_logged_prompt(change, system):
     trajectory = {"task": TASK, "dialogue_history": [
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **change}]}
-    assert system_prompt(trajectory) == system
-    assert system_prompt({**trajectory, "system_prompt": "Mine"}) == "Mine"
+    assert tokens.system_prompt(trajectory) == system
+    assert tokens.system_prompt({**trajectory, "system_prompt": "Mine"}) == "Mine"
 
 
 # --- pairs

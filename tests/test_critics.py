@@ -10,20 +10,7 @@ import torch
 
 import common
 from colbench import backend
-from conftest import (
-    BASE,
-    call,
-    critic_note,
-    FUNCTION,
-    load_critic,
-    Partial,
-    read,
-    refused,
-    stage,
-    trajectory,
-    turns,
-    write,
-)
+from conftest import BASE, call, FUNCTION, load_critic, Partial, read, refused, stage, trajectory, turns, write
 from lib.logps import Sequence
 
 critics = importlib.import_module("scripts.critics")
@@ -177,7 +164,8 @@ def test_bad_files_are_one_line(workspace, branches, regression_critic, tmp_path
     needs_facts = "--gates needs tasks whose domain knows kinds of turns (turn_kind), as those of 01"
     page = {"problem_description": "?", "ground_truth": "<p>"}
     (tmp_path / "sees").mkdir()
-    write(tmp_path / "sees" / "critic.json", [{"visual": True, **critic_note("value")}])
+    note = {"visual": True, "score": "value", "normalize": "none", "critic_sees_c": True, "reference": "models/tiny"}
+    write(tmp_path / "sees" / "critic.json", [note])
     sees = ["--critic", tmp_path / "sees"]
     sees_line = f"{sees[1]}: --critic needs a critic that reads text; this one sees images"
     for name, content, flags, line in (

@@ -2,7 +2,7 @@
 import subprocess
 import sys
 
-from conftest import BASE, read, ROOT, write
+from conftest import BASE, call, read, ROOT, write
 
 PLAIN = '''
 import sys
@@ -25,19 +25,18 @@ plain.WIDTH_STEP, plain.MAX_GROUPED = {}, 0
 plain.RowValues = plain.Graph = plain.use_grouped_attention = plain.grouped_attention = unused
 plain.compile_layers = lambda model, layers: None
 sys.modules["lib.fast"] = plain
+__import__("04_train_policy").main()
 '''
-RUN = "import importlib, sys; sys.argv = sys.argv[1:]; importlib.import_module(sys.argv[0].removesuffix('.py')).main()"
-
-
-def numbers(data, out, program):
-    """Losses and rewards of a few steps on sampled and scored candidates, by a program that starts 04."""
-    command = [sys.executable, "-c", program, "04_train_policy.py", "--method", "sweet", "--model", BASE,
-               "--critic", "untrained", "--reference-sees-c", "no", "--data-frac", "1", "--num-candidates", "4",
-               "--max-new-tokens", "30", "--trajectories", data, "--max-steps", "3", "--lr", "1e-3", "--out", out]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return [(row["loss"], row["chosen"], row["nll"], row["gnorm"]) for row in read(out / "metrics.jsonl")]
 
 
 def test_without_what_is_fast_the_numbers_are_the_same(data, tmp_path):
+    """Losses and rewards of a few steps on sampled and scored candidates."""
     rows = write(tmp_path / "rows.jsonl", read(data / "demos.jsonl")[:3])
-    assert numbers(rows, tmp_path / "plain", PLAIN + RUN) == numbers(rows, tmp_path / "fast", RUN)
+    words = ["--method", "sweet", "--model", BASE, "--critic", "untrained", "--reference-sees-c", "no", "--data-frac",
+             "1", "--num-candidates", "4", "--max-new-tokens", "30", "--trajectories", rows, "--max-steps", "3",
+             "--lr", "1e-3", "--out"]
+    call(4, *words, tmp_path / "fast")
+    subprocess.run([sys.executable, "-c", PLAIN, *words, tmp_path / "plain"], cwd=ROOT, check=True)
+    fast, plain = ([(row["loss"], row["chosen"], row["nll"], row["gnorm"]) for row in read(out / "metrics.jsonl")]
+                   for out in (tmp_path / "fast", tmp_path / "plain"))
+    assert fast == plain

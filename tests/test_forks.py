@@ -13,28 +13,14 @@ import torch
 import common
 from colbench import backend
 from compare import greatest_difference, logps_after, token_logps_after
-from conftest import (
-    BASE,
-    call,
-    dies,
-    fork,
-    FUNCTION,
-    load_critic,
-    load_untrained,
-    read,
-    refused,
-    stage,
-    succeed,
-    turns,
-    write,
-)
+from conftest import BASE, call, dies, FUNCTION, load_critic, read, refused, stage, succeed, turns, write
+from examples import answers, distill, gain, grpo
 from lib import data, training
 from lib.data import read_trajectories
 from lib.load import Projection
 from lib.logps import Sequence
 from lib.tokens import encode, prompt_text
 
-grpo, distill, gain, answers = MODULES = [fork(name) for name in ("grpo", "distill", "gain", "answers")]
 SMALL = ["--data-frac", 0.25, "--num-candidates", 6, "--max-new-tokens", 60, "--nll-coef", 0]
 
 
@@ -69,7 +55,7 @@ def runs(few, critic, tmp_path_factory):
 
 # --- all forks
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [grpo, distill, gain, answers])
 def test_a_fork_holds_nothing_that_it_does_not_use_and_says_how_it_is_started(module):
     code = inspect.getsource(module).replace(module.__doc__, "")
     functions = re.findall(r"^(?:def|class) (\w+)", code, re.MULTILINE)
@@ -236,7 +222,7 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny, max_rou
     row["candidates"] = [{"text": text, "ids": [*encode(tiny[1], text), tiny[1].eos_token_id]} for text in texts]
     prompt_of = functools.partial(prompt_text, tiny[1], row)
     row["prompt"] = prompt_of(history)
-    critic = load_untrained()
+    critic = load_critic()
 
     def logp_of_answer(history):
         return token_logps_after(tiny, f"{prompt_of(history)}{backend.MARKER}\n", answer).sum().item()

@@ -15,14 +15,8 @@ import common
 import lib.load
 from colbench import backend
 from compare import assert_same_steps, furthest, set_weights, weights
-from conftest import BASE, call, dies, load_critic, load_untrained, loaded, read, refused, succeed, write
-from lib.load import (
-    adapter_off,
-    load_model,
-    lora_config,
-    save_model,
-    Sharding,
-)
+from conftest import BASE, call, dies, load_critic, read, refused, succeed, write
+from lib.load import adapter_off, load_model, lora_config, save_model, Sharding
 from lib.logps import action_outputs, ActionModel, collate, HeadModel, load_sharded, load_whole, Sequence
 from lib.runtime import InputError, start
 from lib.training import adamw, Checkpoints
@@ -114,7 +108,7 @@ def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
         assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
     assert set(state["optimizer"]["state"]) == trained
     assert all(values["exp_avg"].dtype == torch.float32 for values in state["optimizer"]["state"].values())
-    adapted = load_untrained(lambda *_, **__: action_model)         # an agent
+    adapted = load_critic(load=lambda *_, **__: action_model)         # an agent
     assert adapted.ref_model is action_model
 
 
@@ -157,7 +151,7 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
 def test_the_reference_of_an_untrained_agent_s_adapter_has_the_adapter(data, policy):
     """In bfloat16, in which adapters stay apart: 02 --best-of --critic untrained."""
     row = read(data / "demos.jsonl")[0]
-    critic = loaded(common.open_critic(common.UNTRAINED, str(policy), None), load_whole("cpu", "bfloat16"))
+    critic = load_critic(model=policy, load=load_whole("cpu", "bfloat16"))
     state = common.State("<|user|>?<|end|><|assistant|>", row["task"], [], [[7, 8, 9]], [])
     logps, ref_logps = (action_outputs(critic.model, critic.state_items([state], sees_c), 4096)[0]
                         for sees_c in (True, False))

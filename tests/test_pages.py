@@ -11,18 +11,7 @@ import pytest
 
 from colbench import frontend, make_tasks
 from colbench.browser import Browser, Render
-from colbench.frontend import (
-    asked_values,
-    colour_words,
-    last_page,
-    LOOK,
-    OUTPUT,
-    page_of,
-    page_reply,
-    page_values,
-    SAYINGS,
-    scripted_turn,
-)
+from colbench.frontend import asked_values, last_page, LOOK, OUTPUT, page_of, page_reply, page_values, scripted_turn
 from colbench.frontend import PAGES as TEMPLATES
 from colbench.similarity import PageScorer
 from conftest import call, fork, read, refused, ROOT, succeed, trajectory, turns, write
@@ -125,13 +114,13 @@ def test_the_two_largest_differences_are_named_or_none():
     grown = spec(**{"card colour": [RED, 0.9]})                            # it covers most of what the agent made
     assert all("cards" in reply.removeprefix("Thanks. ").split(".")[0] for reply in replies(wanted, grown))
     same = spec(header=[[0, 0, 139], 0.3], title=["OVEN", 0.02])           # no eye sees these
-    assert replies(spec(), same) == set(SAYINGS["content"])
-    assert replies(spec(), None) == set(SAYINGS["no page"])
+    assert replies(spec(), same) == set(frontend.SAYINGS["content"])
+    assert replies(spec(), None) == set(frontend.SAYINGS["no page"])
     both = [Render(None, one, None) for one in (wanted, spec())]
     world = mock.Mock(rendered=mock.AsyncMock(return_value=both))
     for said in ("<p>2</p>", "Do you like it?"):                     # after words it is not of the page before
         reply = frontend.Environment.rule_reply(world, None, turns("?", "<p>1</p>", "!", said), random.Random(0))
-        assert (asyncio.run(reply) in SAYINGS["no page"]) == ("<p>" not in said)
+        assert (asyncio.run(reply) in frontend.SAYINGS["no page"]) == ("<p>" not in said)
 
 
 @pytest.mark.parametrize("colour, words", [
@@ -140,7 +129,7 @@ def test_the_two_largest_differences_are_named_or_none():
     ([3, 3, 4], "almost black"), ([16, 185, 129], "a green"), ([253, 186, 116], "a light orange"),
     ([249, 115, 22], "an orange"), ([250, 10, 40], "a red")])
 def test_colours_in_words(colour, words):
-    assert colour_words(colour) == words
+    assert frontend.colour_words(colour) == words
 
 
 # --- the scripted designer

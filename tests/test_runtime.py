@@ -5,14 +5,15 @@ import importlib.machinery
 import json
 import platform
 import shutil
-import subprocess
 import sys
+import time
 import types
 
 import pytest
 
+from colbench.__main__ import main as colbench_main
 from compare import set_weights, weights
-from conftest import BASE, call, dies, read, refused, ROOT, run, stage, succeed, write
+from conftest import BASE, begin, call, dies, killed, read, refused, run, stage, succeed, write
 from lib import runtime, training
 from lib.data import read_trajectories
 from lib.load import weights_fingerprint
@@ -50,7 +51,7 @@ def test_trajectories_that_went_through_datasets_are_the_same(data, tmp_path):
     assert read_trajectories(path) == rows
 
 
-def test_packed_lines_are_read_everywhere(data, tmp_path):
+def test_packed_lines_are_read_everywhere(data, tmp_path, capsys):
     """Damaged ones are one line. An output's name does not pack it."""
     tasks, seeds, out = tmp_path / "tasks.jsonl.gz", tmp_path / "seeds.jsonl.gz", tmp_path / "out.jsonl.gz"
     plain = (data / "tasks.jsonl").read_bytes()
@@ -60,14 +61,14 @@ def test_packed_lines_are_read_everywhere(data, tmp_path):
     assert "12 tasks" in call(1, "--check", tasks)
     call(2, "--tasks", tasks, "--agent", "script", "--out", out)
     rows = read(out)
-    answers = json.dumps({"task": rows[0]["task"], "answer": rows[0]["answer"]}).encode()
-    for content, status in ((gzip.compress(answers), 0), (gzip.compress(answers)[:-9], 2)):
-        (tmp_path / "answers").write_bytes(content)
-        command = [sys.executable, "-m", "colbench", "score", str(tmp_path / "answers")]
-        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert process.returncode == status, process.stderr
-    assert process.stderr.startswith(f"error: {tmp_path}/answers: damaged gzip file (")
-    assert process.stderr.count("\n") == 1
+    answers, packed = tmp_path / "answers", gzip.compress(json.dumps(rows[0]).encode())
+    answers.write_bytes(packed)
+    colbench_main(["score", str(answers)])
+    answers.write_bytes(packed[:-9])
+    with pytest.raises(SystemExit, match="2"):
+        colbench_main(["score", str(answers)])
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {answers}: damaged gzip file (") and line.count("\n") == 1
     packed = gzip.compress(plain)
     wrong_sum, no_code = packed[:-8] + b"12345678", packed[:300] + b"?" * 40 + packed[340:]
     for damaged in (packed[:-100], wrong_sum, no_code, packed + b"more"):
@@ -77,30 +78,28 @@ def test_packed_lines_are_read_everywhere(data, tmp_path):
 
 # --- one process at a time
 
-HOLDER = """
-import sys
-from lib import runtime
-output = runtime.Output(sys.argv[1], {"overwrite": False}, [])
-output.begin()
-output.add_costs(generated_tokens=1)                                # replaces args.json
-print("holds", flush=True)
-sys.stdin.read()
-"""
+def hold(argv):
+    """A process that makes an output, and does not end."""
+    output = Output(argv[-1], {"overwrite": False}, [])
+    output.begin()
+    output.add_costs(generated_tokens=1)                            # replaces args.json
+    print("holds", flush=True)
+    time.sleep(600)
 
 
 def test_an_output_is_made_by_one_process_at_a_time(data, tmp_path):
     """Until it ends, also by a kill."""
     out = tmp_path / "rows.jsonl"
     words = ["02_rollout.py", "--tasks", data / "tasks.jsonl", "--agent", "script", "--out", out]
-    command = [sys.executable, "-c", HOLDER, str(out)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout.readline() == "holds\n"
-        for more in ([], ["--overwrite"]):
-            process = run(*words, *more)
-            assert process.returncode == 2 and not out.exists()
-            assert process.stderr.strip() == (f"error: {out}.args.json: process {holder.pid} on {platform.node()} is "
-                                              "making this output; wait for it, or choose another --out")
-        holder.kill()
+    holder = begin("hold", out, folder=tmp_path, run=hold)
+    while not (tmp_path / "0.out").exists() or "holds" not in (tmp_path / "0.out").read_text():
+        time.sleep(0.01)
+    for more in ([], ["--overwrite"]):
+        process = run(*words, *more)
+        assert process.returncode == 2 and not out.exists()
+        assert process.stderr.strip() == (f"error: {out}.args.json: process {holder.pid} on {platform.node()} is "
+                                          "making this output; wait for it, or choose another --out")
+    killed(holder)
     assert "writes" in succeed(*words) and len(read(out)) == 12
     with pytest.raises(InputError, match="has just been made by the same command"):
         Output(out, {"overwrite": False}, []).begin()
