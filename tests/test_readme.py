@@ -46,7 +46,7 @@ note() {
         shift
     done
 }
-for name in python torchrun bash pip cp vllm; do eval "$name() { note $name \\"\\$@\\"; }"; done
+for name in python torchrun bash pip cp vllm sbatch; do eval "$name() { note $name \\"\\$@\\"; }"; done
 """
 
 
@@ -106,12 +106,25 @@ def test_every_command_parses(name):
     for program, *words in started(BLOCKS[name]):
         if program == "cp":
             copies[words[1].removesuffix(".py").replace("/", ".")] = words[0]
-        elif program in ("bash", "python", "torchrun"):
-            name, arguments = command_of(words)
+        elif program in ("bash", "python", "torchrun", "sbatch"):
+            name, arguments = command_of(words[words.index("your_job.sh") + 1:] if program == "sbatch" else words)
             if name != "pytest":
                 check_command(copies.get(name, name), arguments)
         elif program == "pip" and "-r" in words:
             assert (ROOT / words[words.index("-r") + 1]).is_file()
+
+
+def test_a_slurm_job_starts_torchrun_on_all_its_nodes(tmp_path):
+    [block] = [block for block in BLOCKS.values() if "sbatch" in block]
+    write_job, _ = block.split("critic=")
+    stand_ins = "scontrol() { printf 'a\\nb\\n'; }; srun() { echo \"$@\"; }; export -f scontrol srun\n"
+    run_job = "bash your_job.sh 03_train_critic.py --lr 1"
+    process = subprocess.run(["bash", "-c", stand_ins + write_job + run_job], text=True, cwd=tmp_path,
+                             capture_output=True,
+                             env={**os.environ, "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_ID": "7"})
+    assert process.stdout.split() == [
+        ".venv/bin/torchrun", "--nnodes", "2", "--nproc-per-node", "8", "--max-restarts", "3", "--rdzv-backend", "c10d",
+        "--rdzv-id", "7", "--rdzv-endpoint", "a:29500", "03_train_critic.py", "--lr", "1"]
 
 
 def test_the_paper_s_rows_are_all_there_and_take_the_published_code_s_preset():

@@ -1,4 +1,4 @@
-"""scripts/study.py, run.sh and slurm.sh with stages that only note their commands: every command's flags are parsed by
+"""scripts/study.py and run.sh with stages that only note their commands: every command's flags are parsed by
 its stage, every input is there before it is used, and an output has one command. table.py and plot.py on its tables."""
 import csv
 import importlib
@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -388,54 +387,3 @@ def test_another_c_for_the_critic(tmp_path, kind):
     for rows_in, line in ((path, "rows: is the input"), (write(tmp_path / "out", rows), f"out: --kind {kind} needs")):
         with pytest.raises(InputError, match=line):
             change_c.main(["--kind", kind, "--trajectories", str(rows_in), "--out", str(rows_in)])
-
-# --- scripts/slurm.sh: what it prints with DRY=1 are commands that the stages take, and what it submits is a chain
-
-def slurm(**settings):
-    process = subprocess.run(["bash", ROOT / "scripts/slurm.sh"], text=True, capture_output=True,
-                             env={**os.environ, **settings})
-    assert process.returncode == 0, process.stderr
-    return process.stdout.splitlines()
-
-
-def test_shellcheck():
-    program = pathlib.Path(sys.executable).parent / "shellcheck"
-    process = subprocess.run([program, ROOT / "scripts/slurm.sh"], text=True, capture_output=True)
-    assert process.returncode == 0, process.stdout
-
-
-@pytest.mark.parametrize("human, samplers", [("rules", 0), ("some/model", 1), ("some/model", 2)])
-def test_every_command_of_the_dry_run_parses(human, samplers):
-    lines = slurm(DRY="1", HUMAN=human, SAMPLERS=str(samplers), OUT="out/of a-test", NODES="3", MODEL="mine")
-    commands = [shlex.split(line) for line in lines if line.startswith(" ")]
-    stages = []
-    for words in commands:
-        starts = [number for number, word in enumerate(words) if word.endswith(".py")]
-        stages += [parse(words[start:]) for start in starts]
-    assert [stage for stage, _ in stages] == "01 01 02 03 04 04 04 02 02 02 02 05".split()
-    policies = {args["method"]: args for stage, args in stages if stage == "04"}
-    assert list(policies) == ["sweet", "mtdpo", "rft"]
-    assert {args["simulator"] for stage, args in stages if stage == "02"} == {
-        "rules" if human == "rules" else "http://node3:8000/v1#some/model"}
-    ranks = [words for words in commands if ".venv/bin/torchrun" in words]
-    flags = {"--nodelist": "node0,node1,node2", "--max-restarts": "3", "--rdzv-endpoint": "node0:29500"}
-    assert [{flag: words[words.index(flag) + 1] for flag in flags} for words in ranks] == [flags] * 9
-    served = [words[words.index("serve") - 2:words.index("serve") + 2:3] for words in commands if "serve" in words]
-    humans, ours = [["node3", human]] * (human != "rules"), [[f"node{3 + n}", "mine"] for n in range(samplers)]
-    assert served == humans + ours + humans * 4
-    sampler = ",".join(f"http://{host}:8000/v1" for host, _ in ours) + "#mine" if ours else None
-    assert policies["sweet"]["sampler"] == sampler
-    assert not (ROOT / "out" / "of a-test").exists()
-
-
-def test_jobs_are_submitted_one_after_the_other(tmp_path):
-    """A stand-in for sbatch notes its words and gives 101, 102, … as ids."""
-    write_program(tmp_path / "sbatch", f'echo "$*" >> {tmp_path}/log; echo $((100 + $(wc -l < {tmp_path}/log)))')
-    printed = slurm(PATH=f"{tmp_path}:{os.environ['PATH']}", OUT=str(tmp_path / "out"), SLURM_FLAGS="--partition gpu")
-    jobs = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
-    assert [job[-1] for job in jobs] == ["tasks", "offline", "critic", *["policies"] * 3, "test", "evaluate"]
-    assert all("--requeue" in job and job[-4:-1] == ["--partition", "gpu", "scripts/slurm.sh"] for job in jobs)
-    after = [job[job.index("--dependency") + 1] if "--dependency" in job else None for job in jobs]
-    assert after == [None, *(f"afterok:{number}" for number in (101, 102, 103, 103, 103, "104:105:106", 107))]
-    assert [job[job.index("--nodes") + 1] for job in jobs] == ["1", "3", "2", "3", "2", "2", "3", "1"]
-    assert printed[-1] == "evaluate: job 108" and (tmp_path / "out" / "logs").is_dir()
