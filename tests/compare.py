@@ -1,4 +1,4 @@
-"""Weights of model folders, steps of trainings, and log-probabilities, as tests compare them."""
+"""Weights of model folders, steps of trainings, and log-probabilities, as tests compare them; ways to load a folder."""
 import pathlib
 
 import pytest
@@ -6,12 +6,27 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import read
+from lib.load import load_model, Sharding
+from lib.logps import load_sharded
+from lib.runtime import InputError, start
 from lib.tokens import encode
 
 
 def weights(folder):
     """{name: tensor} of a model folder."""
     return load_file(pathlib.Path(folder, "model.safetensors"))
+
+
+def load_split(folder, sharding=None, **options):
+    """The action model of a folder as 03 and 04 load it."""
+    return load_sharded(str(folder), start(0), sharding or Sharding(), **options)
+
+
+def assert_refused(folder, message):
+    """No way to load a folder takes it."""
+    for load in (load_split, lambda folder: load_model(str(folder), "cpu")):
+        with pytest.raises(InputError, match=message):
+            load(folder)
 
 
 def set_weights(folder, tensors):

@@ -272,8 +272,6 @@ def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace
     assert "leak" not in rollout.summary(tmp_path / "rows")
 
 
-# --- dialogues that outgrow the model
-
 def test_a_dialogue_that_a_model_has_no_room_for_ends_as_in_its_last_round(workspace, tmp_path):
     """Another dialogue is as without the limit; a request that alone is too long fails, and the others are played."""
     tasks = read(workspace / "tasks.jsonl")[:6]

@@ -31,8 +31,6 @@ def flags(workspace, out, *more):
             "--batch-size", 4, "--max-steps", 4, "--save-every", 2, "--out", out, *more]
 
 
-# --- losses by hand
-
 def test_action_advantages_by_hand():
     logps = torch.tensor([[-2.0, -6.0, 0.0]])
     ref_logps = torch.tensor([[-4.0, -3.0, 0.0]])
@@ -76,8 +74,6 @@ def test_value_losses_by_hand():
                                                      math.log(1 + math.exp(-1))])
     assert losses["acc"].tolist() == [True, True]                    # by the last values, 2 and -1
 
-
-# --- training
 
 @pytest.fixture(scope="module")
 def critic(workspace, tmp_path_factory):
@@ -311,8 +307,6 @@ def test_one_batch_of_four_is_four_batches_of_one_and_two_ranks(workspace, criti
     for name in ("micro", "ranks"):
         assert_same_steps(tmp_path / name, critic[0])
 
-
-# --- the reference, which reads c or the dialogue alone
 
 @pytest.fixture(scope="module")
 def blind(workspace, tmp_path_factory):

@@ -38,8 +38,6 @@ def sweet(workspace, critic, tmp_path_factory):
     return out, call(4, *words), words
 
 
-# --- losses by hand
-
 def test_the_items_of_several_examples_are_numbered_through():
     one, two = [Sequence([5], [0])], [Sequence([6], [0])]
     examples = [common.Example([one], [((0, 0), (0, 1))], "a"),
@@ -135,8 +133,6 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
     assert len(set(names)) == len(names) == 2 * trajectories[0]["num_rounds"]
 
 
-# --- sweet
-
 def test_phases_can_be_inspected(sweet):
     out, printed, _ = sweet
     first = read(out / "metrics.jsonl")[0]
@@ -183,7 +179,6 @@ def test_candidates_of_another_run_answer_to_the_tasks_of_this_one(sweet, tmp_pa
 
 
 def test_candidates_are_scored_without_their_thoughts():
-    """Also of a thought that the prompt opens."""
     texts = ["{} a</think>What?", "<think>{} b</think>What?", "c</think>{} d"]
     row = {"task": FUNCTION, "prompt": "<think>", "history": [],
            "candidates": [{"text": text.format(backend.MARKER), "ids": [1]} for text in texts]}
@@ -230,8 +225,6 @@ def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, 
     assert [row["step"] for row in read(tmp_path / "m" / "metrics.jsonl")] == [1]
 
 
-# --- prompts
-
 def untrained(path, out, *more):
     return ["--method", "sweet", "--critic", "untrained", "--trajectories", path, "--model", BASE, "--data-frac", 1,
             "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1, "--out", out, *more]
@@ -272,8 +265,6 @@ def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace,
     assert f"\n{len(examples)} examples, " in printed
 
 
-# --- lengths
-
 def test_pairs_of_a_turn_in_one_tree_train_like_pairs_apart(workspace, tmp_path, tiny):
     """The same pairs in one batch: the same loss and gradient, with fewer tokens. What --max-length limits is a prompt
     with one action, not the tree."""
@@ -302,8 +293,6 @@ def test_what_does_not_fit_is_one_line(workspace, tmp_path, flag, number, messag
     assert re.search(message, refused(4, *untrained(path, tmp_path / "out", flag, number)))
 
 
-# --- likelihoods
-
 def test_the_policy_reads_c_where_the_agent_that_it_imitates_did(workspace, data, tiny, tmp_path, monkeypatch):
     for path, informed in ((workspace / "offline.jsonl", False), (data / "demos.jsonl", True)):       # as 02 has it
         assert {row["informed"] for row in read(path)} == {informed}
@@ -313,20 +302,15 @@ def test_the_policy_reads_c_where_the_agent_that_it_imitates_did(workspace, data
     monkeypatch.setattr(policy_stage, "train_policy", lambda load, tokenizer, examples, *_, **__: seen.update(
         examples=examples))
     for method in ("mtdpo", "rft", "sft"):
-        call(4, "--method", method, "--trajectories", path, "--model", BASE, "--out", tmp_path / method)
+        printed = call(4, "--method", method, "--trajectories", path, "--model", BASE, "--out", tmp_path / method)
         examples, rows = seen["examples"], read(path)
         items = items_of(examples)
         has_c = ["The function that this person needs" in tiny[1].decode(item[0].ids) for item in items]
         imitated = [row["informed"] for row in rows if method == "sft" or row["reward"] == 1]
         assert has_c == (imitated if method != "mtdpo" else [False] * len(items))
+        assert (f"{len(imitated)} successful (or best) trajectories" in printed) == (method == "rft")
         pairs = [((0, 0), (1, 0))] * (method == "mtdpo")
         assert [example.action_pairs for example in examples] == [pairs] * len(examples)
-
-
-def test_rft_trains_on_successes_alone(workspace, tmp_path):
-    wins = sum(row["reward"] == 1 for row in read_trajectories(workspace / "offline.jsonl", 24))
-    printed = call(4, *flags(workspace, "rft", tmp_path / "r"))
-    assert f"{wins} successful (or best) trajectories" in printed
 
 
 def test_sft_loss_is_the_mean_nll_of_the_agents_tokens(workspace, tmp_path, tiny):

@@ -40,8 +40,6 @@ def answers(**by_task):
     return [trajectory(task, answer) for task, answer in by_task.items()]
 
 
-# --- numbers by hand
-
 def scored(*rows):
     """Scored dialogues of (task, reward), or (task, reward, run)."""
     return [trajectory(task, "", reward=reward, faults=[], sample=sample, run=run[0] if run else 0)
@@ -101,7 +99,6 @@ def test_what_a_comparison_or_an_interval_leaves_out_has_a_line():
 
 
 def test_what_the_bootstrap_draws(monkeypatch):
-    """Runs and tasks; with families: families, then their tasks."""
     monkeypatch.setattr(statistics, "NUM_RESAMPLES", 4_000)
     interval, families, rng = statistics.bootstrap_interval, ["a"] * 50 + ["b"] * 50, np.random.default_rng(0)
     one, many = rng.random(200), rng.random((5, 1)) + np.zeros((5, 200))
@@ -189,8 +186,6 @@ def test_curves_are_named_by_label_and_number_and_ranks_correlate():
         assert statistics.rank_correlation(a, b) == pytest.approx(expected)
 
 
-# --- an evaluation
-
 def test_an_evaluation_shows_every_answer_and_trusts_no_logged_reward(tmp_path):
     """A right, a half right and a wrong answer with other logged rewards against three wrong ones; two runs, which are
     a point of a curve; a task with a test that cannot be graded."""
@@ -251,8 +246,6 @@ def test_a_lone_surrogate_stops_nothing_and_metrics_are_written_before_what_is_o
     assert message == {"role": "user", "content": "a?b"}             # other programs may read no half emoji
 
 
-# --- costs
-
 def record(path, costs, **args):
     """Write an args.json, as a stage keeps it."""
     path.parent.mkdir(exist_ok=True)
@@ -280,8 +273,6 @@ def test_costs_of_an_agent_are_its_own_and_its_critic_s(tmp_path):
         "best        2.000        0.000      2.0",
         "judged      0.000        0.000      0.0"]
 
-
-# --- turn advantages, and SWEET's candidates
 
 @pytest.mark.parametrize("name", ["critic", "regression_critic", "value_critic"])
 def test_the_advantage_of_a_turn_is_the_score_of_actions(request, workspace, name, tiny):
@@ -323,7 +314,6 @@ def credited(workspace, regression_critic, tmp_path_factory):
 
 
 def test_the_page_has_dialogues_with_advantages_and_candidates_with_pairs(credited, regression_critic):
-    """Tables by kind by hand: test_report.py."""
     folder, words = credited
     metrics, page, data = report_of(folder)
     assert data["methods"] == ["a", "b"] and len(data["dialogues"]) == 24

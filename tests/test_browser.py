@@ -185,7 +185,6 @@ def test_no_page_changes_the_next(browser):
 
 
 def test_fonts(browser):
-    """All names end at Liberation; nothing of the machine's other fonts is in a picture."""
     if not renderer.write_fonts(os.environ.get("TMPDIR", "/tmp")):
         pytest.skip("no Liberation fonts: apt-get install fonts-liberation")
     widths = value(browser, "<p>", (PAGES / "widths.js").read_text())                            # of "Wim" at 100 px

@@ -143,7 +143,6 @@ HUB = f'{NAME}: .*"hf download --repo-type dataset {NAME} {{}} --local-dir FOLDE
     ("websight", f"--path {PAGES} --num-tasks 4", f"--num-tasks 4: there are only 3 tasks in {PAGES} "
      r"\(rows: 3 kept, 2 empty, 1 repeated, 1 no page\)")])
 def test_arguments_are_refused_in_one_line(source, flags, line, tmp_path, monkeypatch):
-    """Without the hub it says what to do."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.parquet").write_text("no parquet")
     (tmp_path / "empty").mkdir()

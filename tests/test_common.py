@@ -35,8 +35,6 @@ def ids_of(tokenizer, *tokens):
     return tokenizer.convert_tokens_to_ids(list(tokens))
 
 
-# --- tokens
-
 def test_a_system_prompt_may_be_empty(tiny, tmp_path, capsys):
     """A model's folder keeps the one that most trajectories have (and with what arguments: test_prompts.py)."""
     rows = [{"task": TASK, "dialogue_history": HISTORY, **more} for more in ({"system_prompt": ""}, {})]
@@ -125,8 +123,6 @@ def test_collate_pads_on_the_right():
     assert batch.lengths.tolist() == [[2, 0], [1, 1]]
 
 
-# --- log-probabilities
-
 def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny):
     items = [[Sequence([5, 6, 7, 8, 9], [-1, -1, 0, 0, 1], 2)], [Sequence([5, 6, 7], [-1, 0, 0])]]
     expected = ActionModel(tiny[0])(collate(items))
@@ -138,7 +134,6 @@ def test_widths_of_a_gpu_are_of_few_lengths_and_change_nothing(monkeypatch, tiny
 
 
 def test_action_logps_in_batches_against_a_plain_softmax(tiny):
-    """(Padded, in trees, and gradients: test_families.py.)"""
     tokenizer = tiny[1]
     turns = [(f"{U}the fee{E}{A}", ids_of(tokenizer, "▁What▁", "?", E)), (f"{U}12{E}{A}", ids_of(tokenizer, "▁8▁", E)),
              (f"{U}the price of the fee{E}{A}", ids_of(tokenizer, "▁Thanks▁", "▁the▁", "▁fee▁", E))]
@@ -151,8 +146,6 @@ def test_action_logps_in_batches_against_a_plain_softmax(tiny):
     tiny[0].eval()
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)
 
-
-# --- dialogue
 
 @pytest.mark.parametrize("text, prompt, seen", [
     ("<think>a</think> b", None, "b"), ("a</think>b", None, "b"), ("<think>only", None, ""),
@@ -207,8 +200,6 @@ def test_the_system_prompt_is_read_from_the_logged_prompt(change, system):
     assert tokens.system_prompt({**trajectory, "system_prompt": "Mine"}) == "Mine"
 
 
-# --- pairs
-
 def rewarded(task, **rewards):
     """Dialogues of tasks by name, whose rewards are given."""
     return [{"task_id": name, "task": task, "reward": reward} for name, own in rewards.items() for reward in own]
@@ -229,8 +220,6 @@ def test_trajectory_pairs_by_hand(monkeypatch):
     monkeypatch.setattr("colbench.frontend.MIN_RETURN_GAP", 0.0)
     assert common.trajectory_pairs(near, "x") == [(1, 0), (1, 2)]                   # nothing is better than its equal
 
-
-# --- trajectories
 
 def test_dialogues_of_a_task_without_numbers_are_numbered(tmp_path):
     """As in the published file: blocks one after the other."""
@@ -268,8 +257,7 @@ def test_a_name_of_two_references_is_refused(tmp_path):
             reader(write(tmp_path / "three", content))
 
 
-# --- devices: FakeTensorMode shows faults without a GPU, as it refuses tensors of two devices
-
+# FakeTensorMode shows faults without a GPU, as it refuses tensors of two devices
 needs_cuda_build = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a build of torch without CUDA")
 
 

@@ -16,8 +16,6 @@ from lib.logps import Sequence
 critics = importlib.import_module("scripts.critics")
 
 
-# --- gates
-
 def test_gates_and_success_of_the_shipped_base_model(workspace, tmp_path):
     rows = read(workspace / "offline.jsonl")[::4]
     del rows[0]["task"]["family"]                                    # which a task may lack
@@ -45,8 +43,6 @@ def test_probes_by_hand():
                            ("right answer at once", history[:1], FUNCTION["ground_truth"]),
                            ("wrong answer at once", history[:1], "g")]
 
-
-# --- the dialogues that 02 --branch plays on
 
 @pytest.fixture(scope="module")
 def branches(workspace, tmp_path_factory):
@@ -98,8 +94,6 @@ def test_branches_are_refused_where_dialogues_had_other_rounds(workspace, tmp_pa
                    "--out", tmp_path / "b.jsonl")
     assert "was rolled out with --max-rounds 8; --branch needs the same" in line and not any(tmp_path.iterdir())
 
-
-# --- critics
 
 ADVANTAGES = [                                      # of the turns of a chosen and a rejected dialogue
     ([2.0, -1.0], [0.5]),                           # sums: right; last turns: wrong

@@ -121,7 +121,6 @@ def test_dialogues_in_flight(tiny):
 
 
 def test_the_least_recently_used_dialogue_gives_way(tiny):
-    """c takes the place of a, then a that of b."""
     engine, randoms = Engine(tiny[0], STOPS, 2, 400), randoms_of(0, max_new_tokens=5)
     prompts = dict(zip("abc", prompts_of(30, 40, 50)))
     reused = [counted(engine, prompts[key], randoms, key)[1] for key in "ababcab"]

@@ -25,8 +25,6 @@ ENVIRONMENTS = os.environ.get("EXAMPLES")
 in_environments = pytest.mark.skipif(not ENVIRONMENTS, reason="bash tests/run.sh --examples")
 
 
-# --- colbench/ alone
-
 @pytest.fixture
 def alone(tmp_path):
     """alone(code) runs code in a Python without any package but a copy of colbench/, as pip would install it; returns
@@ -43,7 +41,6 @@ def alone(tmp_path):
 
 
 def test_the_docstring_s_lines_run_without_any_package(alone):
-    """They play a task, and print what the user simulator says and how two answers score."""
     code = "import colbench, importlib.util\nassert importlib.util.find_spec('torch') is None\nprint(*colbench.DOMAINS)"
     assert alone(code).split() == list(colbench.DOMAINS)
     lines = re.findall(r"(?m)^    (.*)$", re.search(r"(?s)In ten lines.*?:\n\n(.*?)\n\n", colbench.__doc__)[1])
@@ -52,8 +49,6 @@ def test_the_docstring_s_lines_run_without_any_package(alone):
     assert re.search(r"\d", said) and "pass mark" in said
     assert float(good) == 1 and 0 <= float(bad) < 1
 
-
-# --- colbench/ as a package
 
 def by_command(alone, *words):
     """What python -m colbench prints, as JSON lines."""
@@ -123,8 +118,6 @@ def test_bad_input_of_the_package_is_one_line(tmp_path, capsys):
         error = capsys.readouterr().err
         assert ended.value.code == 2 and error.startswith(f"error: {line}") and error.count("\n") == 1
 
-
-# --- the package verifiers, by its own command
 
 class Streamer(http.server.BaseHTTPRequestHandler):
     """A server of OpenAI's protocol that streams. Its agent asks for the first fact that the task needs; then it gives
@@ -215,11 +208,8 @@ def test_verifiers_evaluates_it(tasks, streamer, tmp_path):
     assert not any(json.dumps(task["ground_truth"])[1:-1] in sent for task in Streamer.tasks)
 
 
-# --- Inspect
-
 @in_environments
 def test_inspect_evaluates_it(tasks, tmp_path):
-    """With its mock model, and both kinds of user simulators."""
     printed = execute("inspect", ["PYTHONPATH=.:examples", "python", "tests/inspect_model.py", tasks, tmp_path])
     samples = list(map(json.loads, printed.splitlines()))
     assert len(samples) == 6
@@ -231,11 +221,8 @@ def test_inspect_evaluates_it(tasks, tmp_path):
         check_dialogue(messages, rows[number], number, ["As you like."] if place >= 3 else None)    # of a model
 
 
-# --- TRL
-
 @in_environments
 def test_trl_trains_on_it(tasks, tmp_path):
-    """Two steps from a model that calls both tools, with good and with bad answers."""
     task = tmp_path / "task.jsonl"
     task.write_text(tasks.read_text().splitlines()[0] + "\n")
     execute("trl", ["PYTHONPATH=.", "python", "tests/tool_model.py", task, tmp_path / "model"])

@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import common
 import lib.load
+from compare import assert_refused, load_split
 from conftest import BASE, call, critic_note, load_critic, read
 from lib.fast import WIDTH_STEP
 from lib.load import load_model, load_tokenizer, lora_config, most_positions, save_model, shard, Sharding, takes_masks
-from lib.logps import action_outputs, ActionModel, collate, load_sharded, Sequence, without_trees
+from lib.logps import action_outputs, ActionModel, collate, Sequence, without_trees
 from lib.runtime import InputError, start
 from lib.tokens import encode, stop_ids
 from server import generate
@@ -75,18 +76,6 @@ def folder_of(model, tokenizer, path):
     return str(path)
 
 
-def action_model_of(folder, dtype="float32", lora=None):
-    """As it is loaded for training."""
-    return load_sharded(folder, start(0), Sharding(dtype), lora)
-
-
-def assert_refused(folder, message):
-    """However it is loaded."""
-    for load in (action_model_of, lambda folder: load_model(folder, "cpu")):
-        with pytest.raises(InputError, match=message):
-            load(folder)
-
-
 def add_tensors(folder, *names):
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name: torch.ones(8) for name in names}
@@ -142,8 +131,6 @@ def test_a_family_whose_logits_are_not_known_is_refused(tokenizer, tmp_path):
     assert_refused(folder, "a hyperclovax model computes logits from its last hidden states in an unknown way")
 
 
-# --- folders
-
 @pytest.mark.parametrize("family, dtype", [("llama", "float32"), ("qwen3_moe", "float32"), ("gemma2", "bfloat16"),
                                            ("gpt2", "bfloat16")])
 def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype):
@@ -151,7 +138,7 @@ def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype)
     model = model_of(family)
     model.generation_config.eos_token_id = [780, 17]
     base = folder_of(model, tokenizer, tmp_path / "base")
-    save_model(tmp_path / "saved", action_model_of(base, dtype).model, tokenizer)
+    save_model(tmp_path / "saved", load_split(base, Sharding(dtype)).model, tokenizer)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert saved.dtype == torch.float32 and saved.generation_config.eos_token_id == [780, 17]
     assert saved.config.tie_word_embeddings == model.config.tie_word_embeddings
@@ -161,7 +148,7 @@ def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype)
 
 def test_an_adapter_of_transposed_weights_is_merged(tokenizer, tree, tmp_path):
     folder = folder_of(model_of("gpt2"), tokenizer, tmp_path / "base")
-    action_model = action_model_of(folder, lora=lora_config(folder, 4, None, False)).eval()
+    action_model = load_split(folder, lora=lora_config(folder, 4, None, False)).eval()
     for name, parameter in action_model.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -181,8 +168,6 @@ def test_an_adapter_of_experts_is_refused_before_training(tokenizer, tmp_path):
     assert lora_config(folder, 4, ["q_proj", "v_proj"], False)
 
 
-# --- dropout
-
 @pytest.mark.parametrize("family, more", [("gpt2", {}), ("qwen2", {"attention_dropout": .5})])
 def test_preferences_are_compared_without_dropout(tokenizer, workspace, tmp_path, family, more):
     """As the reference is. Imitation keeps it."""
@@ -199,7 +184,6 @@ def test_preferences_are_compared_without_dropout(tokenizer, workspace, tmp_path
 
 
 def test_layers_are_computed_again_in_evaluation_mode_too(tree):
-    """--activation-checkpointing, with the same gradients."""
     gradients, num_passes = [], []
     for again in (False, True):
         action_model = ActionModel(model_of("llama"))
@@ -219,8 +203,6 @@ def test_layers_that_are_computed_again_are_compiled(tree):
     action_model(collate([tree])).sum().backward()
     assert counters["stats"]["calls_captured"] > 0 and not counters["graph_break"]
 
-
-# --- how long a row may be
 
 def test_what_is_longer_than_the_model_takes_is_one_line(tokenizer, tmp_path):
     """Of a tree it is the prompt with its longest action that counts."""
@@ -294,8 +276,6 @@ def test_how_many_tokens_a_model_takes(family, rope, most):
     assert most_positions(config) == most
 
 
-# --- quantised folders
-
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
 
 
@@ -325,7 +305,7 @@ def test_a_quantised_folder_is_the_numbers_that_it_stands_for(tokenizer, tmp_pat
     monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer."
                         "validate_environment", lambda *_, **__: None)
     model, _ = load_model(str(tmp_path / "base"), "cpu")
-    save_model(tmp_path / "saved", action_model_of(str(tmp_path / "base")).model, tokenizer)
+    save_model(tmp_path / "saved", load_split(tmp_path / "base").model, tokenizer)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     for name, tensor in stands_for.items():
         assert torch.equal(model.get_parameter(name), tensor) and torch.equal(saved[name], tensor)
@@ -351,8 +331,6 @@ def test_parts_that_a_model_does_not_have_may_be_in_its_files(tokenizer, tmp_pat
     add_tensors(tmp_path, "model.layers.0.self_attn.q_proj.bias")
     assert_refused(folder, "its files hold model.layers.0.self_attn.q_proj.bias, which layers")
 
-
-# --- damaged folders
 
 def shortened(name, length):
     return name, lambda path: path.write_bytes(path.read_bytes()[:length])

@@ -53,8 +53,6 @@ def runs(few, critic, tmp_path_factory):
     return finished
 
 
-# --- all forks
-
 @pytest.mark.parametrize("module", [grpo, distill, gain, answers])
 def test_a_fork_holds_nothing_that_it_does_not_use_and_says_how_it_is_started(module):
     code = inspect.getsource(module).replace(module.__doc__, "")
@@ -97,8 +95,6 @@ def test_bad_input_is_one_line(few, critic, value_critic, tmp_path):
             (answers, ["--critic", critic, "--answer-coef", 1, *equal], "--answer-coef: no successful dialogue")):
         assert message in refused(module, *flags(few, tmp_path / "y", "--overwrite", *words))
 
-
-# --- grpo
 
 def test_the_clipped_loss_by_hand_in_float64():
     """Ratio 1: the advantage. Ratio 2: clipped to 1.2 where that is less, as it is where A > 0. Ratio 1/2: a good
@@ -179,8 +175,6 @@ def test_scores_are_the_critics_advantage_of_each_turn(few, critic, runs, tiny):
         assert row["advantages"] == pytest.approx(advantages, abs=1e-5)
 
 
-# --- distill
-
 def test_divergences_against_float64():
     torch.manual_seed(0)
     head, hidden, teacher_hidden = torch.nn.Linear(8, 50), torch.randn(6, 8), torch.randn(6, 8)
@@ -207,8 +201,6 @@ def test_distill_s_loss_of_one_dialogue_by_hand(few, tmp_path, tiny):
     losses = [step["loss"] for step in read(tmp_path / "out" / "metrics.jsonl")]
     assert losses[0] == pytest.approx(total / count, abs=1e-4) and losses[2] < 0.95 * losses[0]
 
-
-# --- gain
 
 @pytest.mark.parametrize("max_rounds", [8, 2])                       # 2: the next prompt ends with "(last round)"
 def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny, max_rounds):
@@ -245,8 +237,6 @@ def test_questions_of_gain_are_worth_at_least_0(runs):
     assert min(questions) >= 0 and max(questions) > 0.5
     assert any(worth for worth, is_answer in worths if is_answer)    # the reference does not see c
 
-
-# --- answers
 
 def test_right_answers_are_a_further_term(runs, monkeypatch):
     logps = torch.tensor([[-3.0, -5.0], [-8.0, 0.0], [-4.0, -1.0], [-1.0, 0.0]])

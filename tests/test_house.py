@@ -69,7 +69,6 @@ def test_what_is_not_allowed_is_seen(tmp_path):
 
 
 def test_the_training_loops_of_03_and_04_differ_by_the_method():
-    """train() of both: what stands around the loss is the same text."""
     critic_loop, policy_loop = ([line.strip() for line in lines_of(path, "train")] for path in STAGES[2:4])
     assert [line for line in critic_loop if line and line in policy_loop][1:] == [
         "for step, batch_numbers in loop.steps():",
@@ -87,8 +86,6 @@ def lines_of(path, name):
     [function] = [node for node in ast.parse(text).body if getattr(node, "name", None) == name]
     return text.splitlines()[function.lineno - 1:function.end_lineno]
 
-
-# --- a domain of its own: toy_domain.py
 
 def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch):
     monkeypatch.setitem(colbench.DOMAINS, "toy", toy_domain.Toy())
@@ -148,8 +145,6 @@ def test_a_wrong_reward_is_one_line(reward, tmp_path, monkeypatch):
     line = refused(2, "--tasks", tmp_path / "tasks.jsonl", "--agent", "script", "--out", tmp_path / "out.jsonl")
     assert line.startswith('ToyEnvironment.verdicts: "reward" is ')
 
-
-# --- a fork: one file, copied and changed
 
 def test_a_copied_stage_with_another_loss_begins_with_that_loss(tmp_path, data):
     """Where all scores are 0; 04's own is log 2 there (test_training.py)."""

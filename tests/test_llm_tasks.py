@@ -80,7 +80,6 @@ def arguments(out, *more):
 
 
 def test_what_becomes_of_replies(sampler, tmp_path):
-    """Each attempt has its text and its seed."""
     (tmp_path / "seeds").write_text("About bees.\nIn two lines.\n\nAbout trees.\n")
     sampler.replies = REPLIES + [wrote(TIDE.replace("12", "6"))] * 3             # the last block is not needed whole
     printed = call(1, *arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--seeds", tmp_path / "seeds", "--temperature",
@@ -115,7 +114,6 @@ FEW = [REPLIES[i] for i in (0, 1, 3, 4, 2, 11, 12)]                             
 
 
 def test_neither_batches_nor_a_server_that_dies_nor_too_few_attempts_change_the_file(sampler, tmp_path):
-    """What is there is not asked again."""
     sampler.replies = list(FEW)
     call(1, *arguments(tmp_path / "whole.jsonl", "--num-tasks", 3, "--concurrency", 7))
     asked = [seed for _, _, seed in sampler.chats]

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 import common
 import lib.load
 from colbench import backend
-from compare import assert_same_steps, furthest, set_weights, weights
+from compare import assert_same_steps, furthest, load_split, set_weights, weights
 from conftest import BASE, call, dies, load_critic, read, refused, succeed, write
 from lib.load import adapter_off, load_model, lora_config, save_model, Sharding
-from lib.logps import action_outputs, ActionModel, collate, HeadModel, load_sharded, load_whole, Sequence
-from lib.runtime import InputError, start
+from lib.logps import action_outputs, ActionModel, collate, HeadModel, load_whole, Sequence
+from lib.runtime import InputError
 from lib.training import adamw, Checkpoints
 
 LORA, DPO = ["--lora", 4], ["--method", "mtdpo"]
@@ -85,8 +85,6 @@ def largest_b(tensors):
     return max(tensor.abs().max().item() for key, tensor in tensors.items() if "lora_B" in key)
 
 
-# --- training
-
 def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
     for folder in (critic, policy):
         steps = read(folder / "metrics.jsonl")
@@ -96,7 +94,7 @@ def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
 def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
     """In bfloat16: base weights in bfloat16, adapters and the optimiser's state in float32, two numbers for each."""
     config = lora_config(str(BASE), 4, None, False)
-    action_model = load_sharded(str(BASE), start(0), Sharding("bfloat16"), config, HeadModel)
+    action_model = load_split(BASE, Sharding("bfloat16"), lora=config, kind=HeadModel)
     optimizer = adamw(action_model, 1e-2)
     action_model(collate(AN_ITEM)).sum().backward()
     optimizer.step()
@@ -128,15 +126,12 @@ def test_ranks_and_checkpointing_change_nothing_but_the_last_digits(policy, poli
     assert furthest(adapter(policy_of_two_ranks), adapter(policy)) < 1e-3 < 1e-2 < largest_b(adapter(policy))
 
 
-# --- the model without its adapter
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtype, monkeypatch):
     """Whole, and as it is loaded for training: in bfloat16 by FSDP2, as on several ranks. One copy of the base is in
     memory."""
     monkeypatch.setattr(Sharding, "uses_fsdp", lambda self, *_: self.dtype == "bfloat16")
-    load_split = functools.partial(load_sharded, run=start(0), sharding=Sharding(dtype))
-    for load in (load_whole("cpu", dtype), load_split):
+    for load in (load_whole("cpu", dtype), functools.partial(load_split, sharding=Sharding(dtype))):
         expected = outputs_of(load(str(BASE)))
         if dtype == "float32":
             assert torch.equal(expected, outputs_of(ActionModel(tiny[0])))
@@ -161,8 +156,6 @@ def test_the_reference_of_an_untrained_agent_s_adapter_has_the_adapter(data, pol
     assert (off - ref_logps).abs().item() > 1e-3
 
 
-# --- folders
-
 def test_peft_reads_the_folder_and_finds_the_same_values(policy):
     from peft import AutoPeftModelForCausalLM
     config = json.loads((policy / "adapter_config.json").read_text())
@@ -183,7 +176,7 @@ def scaled(folder, share, out):
 
 def both_ways(folder):
     """Numbers of AN_ITEM's turns from the model of a folder, loaded whole and for training."""
-    return values_of(folder), outputs_of(load_sharded(str(folder), start(0), Sharding()))
+    return values_of(folder), outputs_of(load_split(folder))
 
 
 def test_a_folder_is_what_its_weight_files_are(policy, tmp_path, capsys):
@@ -214,7 +207,7 @@ def test_no_tensor_stays_without_a_value(dtype, monkeypatch):
         return model
     monkeypatch.setattr(lib.load, "whole_model", adapted)
     with pytest.raises(InputError, match="no model of this name could be loaded .*Error"):
-        load_sharded(str(BASE), start(0), Sharding(dtype))
+        load_split(BASE, Sharding(dtype))
 
 
 def of_peft(config, folder, std=0.1):
@@ -317,11 +310,10 @@ def check_merged(merged, apart, atol):
 
 
 def test_merged_is_the_float32_base_and_the_adapter(data, tmp_path, policy_of_two_ranks, policy, tiny):
-    """On two ranks, and from a model that is kept in bfloat16."""
     succeed("04_train_policy.py", *DPO, *flags(data, tmp_path / "two", "--merge"), ranks=2)
     check_merged(tmp_path / "two", policy_of_two_ranks, 1e-5)
     assert not (tmp_path / "two" / "initial").exists()
-    action_model = load_sharded(str(BASE), start(0), Sharding("bfloat16"), lora_config(str(BASE), 4, None, False))
+    action_model = load_split(BASE, Sharding("bfloat16"), lora=lora_config(str(BASE), 4, None, False))
     lib.load.load_adapter(action_model.model, policy)
     save_model(tmp_path / "one", action_model.model, tiny[1], merge=True)
     check_merged(tmp_path / "one", policy, 1e-6)

@@ -30,8 +30,6 @@ def picture(path, header="navy", back="white", card="khaki", side="left", column
     return str(path)
 
 
-# --- pixels
-
 def test_pixel_similarity_by_hand():
     white, red = np.full((20, 30, 3), 255, np.uint8), np.full((20, 30, 3), (255, 0, 0), np.uint8)
     assert pixel_similarity(white, white) == 1.0
@@ -66,8 +64,6 @@ def test_pixels_are_symmetric_within_bounds_and_fall_with_every_aspect_that_diff
     *each, all_of_them, missing = PageScorer("pixels").score([(reference, path) for path in [*others, None]])
     assert 0.99 > max(each) > min(each) > all_of_them > missing and all_of_them < 0.6
 
-
-# --- CLIP
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
@@ -131,8 +127,6 @@ def test_weights_that_cannot_be_had(clip, tmp_path):
         PageScorer("clip", str(broken))
 
 
-# --- 05
-
 def test_win_rate_and_ties_by_hand():
     def wins(ours, theirs):
         return statistics.win_rate(scored(*ours), scored(*theirs), frontend.eval_score)
@@ -173,7 +167,6 @@ def answered(*answers, similarity="clip:elsewhere"):
 
 
 def test_metrics_of_pages(tmp_path):
-    """Those that cannot be rendered are counted."""
     files = {"base": answered((0, page("white")), (1, "")),
              "sweet": answered((0, page("green")), (1, page("#804000", "<script>1</script>"))),
              "odd": answered((0, page("green")), (0, RELOADS), (0, ""), (2, page("green")))}

@@ -30,8 +30,6 @@ def codes_of(task):
     return {slot["slot"]: slot["code"] for slot in task["slots"]}
 
 
-# --- template tasks
-
 def test_a_task_is_its_template_with_its_codes_and_the_idea_leaves_out_what_is_not_told(tasks):
     for task in tasks["train"]:
         page, idea, codes = task["ground_truth"], task["problem_description"], codes_of(task)
@@ -62,8 +60,6 @@ def test_a_task_is_its_template_with_its_codes_and_the_idea_leaves_out_what_is_n
         "names": ["no sidebar", "on the left", "on the right"], "told": True}
 
 
-# --- pages in what models write
-
 GIVEN = json.loads((PAGES / "pages.json").read_text())
 
 
@@ -76,8 +72,6 @@ def test_the_page_in_what_models_write():
     history = turns("<p>user</p>", "<p>1</p>", "?", "What else?")
     assert last_page(history) == "<p>1</p>" and last_page(history[:1]) is None
 
-
-# --- the rule-based user simulator
 
 def spec(**changes):
     """What look.js gives for a small page."""
@@ -107,6 +101,7 @@ def test_one_difference_in_words(wanted, shown, sentence):
 
 
 def test_the_two_largest_differences_are_named_or_none():
+    from colbench.frontend import SAYINGS
     wanted = spec(title=["Loaf", 0.02], header=[BLUE, 0.2], background=[GOLD, 0.5])
     for reply in replies(wanted, spec()):
         first, second = re.findall(r"[^.]+\.", reply.removeprefix("Thanks. "))
@@ -114,13 +109,13 @@ def test_the_two_largest_differences_are_named_or_none():
     grown = spec(**{"card colour": [RED, 0.9]})                            # it covers most of what the agent made
     assert all("cards" in reply.removeprefix("Thanks. ").split(".")[0] for reply in replies(wanted, grown))
     same = spec(header=[[0, 0, 139], 0.3], title=["OVEN", 0.02])           # no eye sees these
-    assert replies(spec(), same) == set(frontend.SAYINGS["content"])
-    assert replies(spec(), None) == set(frontend.SAYINGS["no page"])
+    assert replies(spec(), same) == set(SAYINGS["content"])
+    assert replies(spec(), None) == set(SAYINGS["no page"])
     both = [Render(None, one, None) for one in (wanted, spec())]
     world = mock.Mock(rendered=mock.AsyncMock(return_value=both))
     for said in ("<p>2</p>", "Do you like it?"):                     # after words it is not of the page before
         reply = frontend.Environment.rule_reply(world, None, turns("?", "<p>1</p>", "!", said), random.Random(0))
-        assert (asyncio.run(reply) in frontend.SAYINGS["no page"]) == ("<p>" not in said)
+        assert (asyncio.run(reply) in SAYINGS["no page"]) == ("<p>" not in said)
 
 
 @pytest.mark.parametrize("colour, words", [
@@ -129,10 +124,9 @@ def test_the_two_largest_differences_are_named_or_none():
     ([3, 3, 4], "almost black"), ([16, 185, 129], "a green"), ([253, 186, 116], "a light orange"),
     ([249, 115, 22], "an orange"), ([250, 10, 40], "a red")])
 def test_colours_in_words(colour, words):
-    assert frontend.colour_words(colour) == words
+    from colbench.frontend import colour_words
+    assert colour_words(colour) == words
 
-
-# --- the scripted designer
 
 def roll_out(task, seed, informed):
     """The share of slots that are right after each of four rounds, with a user who names the first two that are not."""
@@ -172,8 +166,6 @@ def test_turns_of_the_designer(tasks):
     assert sum(page is not None and page["columns"] == "1" for page in later) > 45        # what was said since its page
 
 
-# --- a real browser
-
 def test_every_slot_shows_and_is_named_and_a_page_in_another_style_is_read(tasks, tmp_path):
     """Each slot alone, with another value: another picture, and the simulator names the slot and its right value, and
     the designer understands it. One family with two values of all slots; of the others, which differ from it in texts
@@ -209,8 +201,6 @@ def test_every_slot_shows_and_is_named_and_a_page_in_another_style_is_read(tasks
     rng = random.Random
     assert page_reply(other.spec, empty.spec, rng(3)) != page_reply(other.spec, None, rng(3))
 
-
-# --- the stages
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
@@ -272,7 +262,6 @@ def test_a_simulator_on_a_server_sees_both_pages(pages, tmp_path, serve):
 
 
 def test_bad_input(pages, tmp_path):
-    """In one line. test_page_scorer.py has missing weights, test_browser.py no browser."""
     task, out = read(pages / "tasks.jsonl")[0], ["--similarity", "pixels", "--out", tmp_path / "out"]
     del task["slots"]
     plain, code = write(tmp_path / "plain.jsonl", [task]), write(tmp_path / "c.jsonl", [trajectory("t", "", reward=0)])

@@ -43,8 +43,6 @@ def test_a_model_card_has_the_hub_s_format_is_of_the_weights_beside_it_and_runs(
     assert len(capsys.readouterr().out.split()) >= 3
 
 
-# --- scripts/requirements-lock.txt
-
 def requirements_of(name):
     """{name: Requirement} of a requirements file."""
     lines = [line for line in (ROOT / name).read_text().splitlines() if line and line[0] != "#"]
@@ -67,8 +65,6 @@ def test_the_lock_names_one_version_of_each_requirement_and_within_its_range_and
                 is_of_cuda = re.match(r"(nvidia|cuda|triton)\b", needed.name)
                 assert not is_needed or is_of_cuda or canonicalize_name(needed.name) in locked, needed
 
-
-# --- scripts/setup.sh, with stand-ins for python and uv that note their arguments
 
 STAND_IN = """#!/bin/bash
 echo "$(basename "$0") $*" | head -n 1 >> "$LOG"

@@ -150,8 +150,6 @@ def test_candidates_get_their_pairs_and_kinds_by_hand(tmp_path):
     assert kind_lines(states, domain) == []
 
 
-# --- 05 on hostile files
-
 def made_row(task_id, length=3):
     """A scored row, whose first agent turn has so many characters."""
     row = {"task_id": task_id, "sample": 0, "task": dict(FUNCTION), "answer": "", "reward": 0.0,
@@ -190,8 +188,6 @@ def test_05_makes_a_page_of_hostile_fields_and_makes_it_anew_as_it_was(tmp_path,
     assert path.read_text(encoding="utf-8") == page
 
 
-# --- a page that would be too large
-
 MANY, FEW = [f"t{i}" for i in range(60)], [f"few{i}" for i in range(5)]
 
 
@@ -228,8 +224,6 @@ def test_long_texts_are_cut_many_states_thinned_out_and_numbers_left_out_that_no
     shown = [data["tasks"][state["t"]]["id"] for state in data["states"]]
     assert shown == [f"t{number}" for number in range(0, 250, 3)] and data["left_out"] is None
 
-
-# --- 05 --export messages
 
 def test_advantages_go_with_the_turns():
     trajectory = {"task_id": "x", "run": 2, "sample": 1, "reward": 1, "kinds": ["needed"], "advantages": [0.5],

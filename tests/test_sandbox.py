@@ -232,7 +232,6 @@ def test_attack_on_an_old_landlock(old_child, world, monkeypatch, group):
     ("sqlite3.connect", SECRET, 0), ("a.connect(", "1", 1), ("a.sendto(", "1", 1),
     ("DGRAM).sendto(b'x', WORLD", "1", 1), ("425", "True", 0), ("process_vm_readv", SECRET[:16], 0)])
 def test_without_walls_an_attack_succeeds(without_walls, world, part, loot, num_received):
-    """So what refuses it in the other layers are their walls."""
     [body] = [body for body, _ in ATTACKS if part in body]
     [result] = values_of(without_walls, hostile(world, body), "f(2)")
     if part in ("425", "process_vm_readv") and result == ["error", "OSError: refused"]:

@@ -164,7 +164,6 @@ def answer(finish_reason="stop", usage=(10, 5), text=None, **message):
     *((dict(content="a", finish_reason=reason), None)
       for reason in ("abort", "content_filter", "error", "tool_calls", "", None))])
 def test_what_is_a_reply(given, reply):
-    """What says not that it ended is none."""
     if reply is None:
         with pytest.raises(ValueError, match="finish_reason"):
             read_reply(answer(**given))
@@ -464,7 +463,6 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(workspace
 
 def test_ids_of_a_server_are_kept_and_read_by_a_critic_and_a_judge_needs_none(
         tasks, critic, tmp_path, serve, monkeypatch):
-    """A critic in passes of --max-tokens."""
     monkeypatch.setattr(lib.servers, "RETRIES", 3)                   # a request may be cut twice
     limits, score = [], common.TextCritic.score_actions
     monkeypatch.setattr(common.TextCritic, "score_actions",

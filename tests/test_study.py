@@ -80,8 +80,6 @@ def call(tmp_path, monkeypatch):
     return call
 
 
-# --- the chain of run.sh
-
 @pytest.mark.parametrize("domain, base, num_train, rounds", [
     ("backend", "models/tiny", 80, 8), ("sql", "models/tiny_sql", 80, 8), ("frontend", "models/tiny_pages", 120, 4)])
 def test_the_chain_of_each_domain(call, monkeypatch, domain, base, num_train, rounds):
@@ -127,7 +125,6 @@ def test_run_sh_refuses_other_arguments():
 
 
 def test_run_sh_passes_its_variables_on(tmp_path):
-    """In a folder whose python prints its words."""
     shutil.copy(ROOT / "run.sh", tmp_path)
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     with open(tmp_path / "scripts/setup.sh", "a") as setup:
@@ -141,8 +138,6 @@ def test_run_sh_passes_its_variables_on(tmp_path):
                                  capture_output=True, env={"PATH": os.environ["PATH"], **variables})
         assert process.stdout == f"scripts/study.py {printed}"
 
-
-# --- studies
 
 def test_arms_of_a_seed_and_size_share_dialogues_critics_and_candidates(call):
     arms = ["mtdpo", "tenth", "sweet", "paper", "blind", "untrained"]
@@ -275,8 +270,6 @@ def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path):
         assert texts <= set(re.findall(r"<!-- (.*?) -->", picture))
     assert sizes == again
 
-
-# --- what goes wrong
 
 def test_what_is_unknown_is_refused():
     number = "must be NAME=NUMBER, with a number of [backend]"

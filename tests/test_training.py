@@ -20,31 +20,20 @@ import lib.fast
 import lib.load
 import lib.logps
 import lib.memory
-from compare import assert_same_steps, furthest, greatest_difference, set_weights, weights
+from compare import assert_refused, assert_same_steps, furthest, greatest_difference, load_split, set_weights, weights
 from conftest import BASE, begin, begin_ranks, call, ended, job_of, policy_flags, read, succeed
 from lib.fast import use_grouped_attention
 from lib.load import add_adapter, import_peft, load_model, Projection, save_model, Sharding
-from lib.logps import action_sums, ActionModel, collate, load_sharded, Sequence, token_logps, without_trees
+from lib.logps import action_sums, ActionModel, collate, Sequence, token_logps, without_trees
 from lib.memory import memory_plan, planned_model, PlannedStep
-from lib.runtime import InputError, Runtime, start
+from lib.runtime import Runtime, start
 from lib.training import adamw, Checkpoints, epoch_batches, learning_rate, Loop, rank_batches
 
 WHOLE, HALF = Sharding(), Sharding(dtype="bfloat16")
 
 
-def load(folder, sharding=WHOLE):
-    return load_sharded(str(folder), start(0), sharding)
-
-
 def load_whole(folder):
     return ActionModel(load_model(str(folder), "cpu")[0])
-
-
-def refused_by_all(folder, message):
-    """No way to load a folder takes it."""
-    for load_folder in (load_whole, load):
-        with pytest.raises(InputError, match=message):
-            load_folder(folder)
 
 
 def flags(workspace, out, *more):
@@ -64,8 +53,6 @@ def a_batch(tokenizer):
     return collate(items_of_trees(tokenizer))
 
 
-# --- shards and files
-
 @pytest.mark.parametrize("prefix, dtype", [("model.", "float32"), ("", "float32"), ("model.", "bfloat16")])
 def test_a_loaded_action_model_is_the_model_in_float32(tmp_path, prefix, dtype):
     """Values and gradients, also of files that name the tensors of the decoder alone, and of half precision."""
@@ -74,7 +61,7 @@ def test_a_loaded_action_model_is_the_model_in_float32(tmp_path, prefix, dtype):
     tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in weights(tmp_path).items()}
     set_weights(tmp_path, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()})
     results = []
-    for action_model in (load(tmp_path), ActionModel(model.float())):
+    for action_model in (load_split(tmp_path), ActionModel(model.float())):
         values = action_model(a_batch(tokenizer))
         results.append([values, *torch.autograd.grad(values.sum(), list(action_model.parameters()))])
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
@@ -89,7 +76,7 @@ def test_a_head_of_its_own_stays_although_the_config_ties_it(tiny, tmp_path, sha
     torch.manual_seed(0)
     tensors["lm_head.weight"] = torch.randn(tensors["model.embed_tokens.weight"].shape) / 10
     set_weights(tmp_path / "model", tensors)
-    loaded, expected = load(tmp_path / "model", sharding), load_whole(tmp_path / "model")(batch)
+    loaded, expected = load_split(tmp_path / "model", sharding), load_whole(tmp_path / "model")(batch)
     save_model(tmp_path / "saved", loaded.model, tiny[1])
     assert torch.equal(weights(tmp_path / "saved")["lm_head.weight"], tensors["lm_head.weight"])
     assert torch.equal(load_whole(tmp_path / "saved")(batch), expected)
@@ -102,7 +89,7 @@ def test_a_tensor_that_the_files_lack_is_one_line(tiny, tmp_path):
     save_model(tmp_path, *tiny)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    refused_by_all(tmp_path, "its files lack lm_head.weight")
+    assert_refused(tmp_path, "its files lack lm_head.weight")
 
 
 def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(tmp_path):
@@ -110,16 +97,14 @@ def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(tmp_path):
     model, tokenizer = load_model(str(BASE), "cpu")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     save_model(tmp_path, model, tokenizer)
-    assert load_whole(tmp_path) and load(tmp_path)
+    assert load_whole(tmp_path) and load_split(tmp_path)
     tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(tmp_path)
-    refused_by_all(tmp_path, "its tokenizer has 783 tokens, but its embeddings 781")
+    assert_refused(tmp_path, "its tokenizer has 783 tokens, but its embeddings 781")
     model.resize_token_embeddings(800)
     save_model(tmp_path, model, tokenizer)
-    assert load_whole(tmp_path) and load(tmp_path)
+    assert load_whole(tmp_path) and load_split(tmp_path)
 
-
-# --- the logits
 
 def test_log_probabilities_in_parts_are_those_of_all_logits(monkeypatch):
     """With bias, scale and cap, values and gradients. No tensor of all logits is made: their chunks are made again in
@@ -195,8 +180,7 @@ def test_logits_are_not_rounded_to_bfloat16():
 
 
 def test_a_sharded_bfloat16_model_projects_in_float32(tiny):
-    """The same values as the whole model's, and as float32 arithmetic on its last hidden states."""
-    action_model = load(BASE, HALF)
+    action_model = load_split(BASE, HALF)
     whole, batch = load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
     values = action_model(batch)
     projection = Projection(whole.get_output_embeddings().weight.float())
@@ -208,8 +192,6 @@ def test_a_sharded_bfloat16_model_projects_in_float32(tiny):
     values.sum().backward()
     assert hasattr(action_model, "reshard") and all(p.grad.dtype == torch.float32 for p in action_model.parameters())
 
-
-# --- memory
 
 def print_memory(planned, rank, _):
     """Print the bytes that memory_plan says of a step (PlannedStep; rank: of an adapter), and those that torch's CPU
@@ -271,8 +253,6 @@ def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path):
         assert f"{num_rows} rows of 64" in printed and "fits a card of 80 GB" in printed
     assert not (tmp_path / "x").exists()
 
-
-# --- batches, schedule
 
 def test_epoch_batches_cover_every_item_once_an_epoch():
     batches = epoch_batches(10, 4, 2, seed=1)
@@ -353,8 +333,6 @@ def test_every_rank_makes_as_many_passes_over_the_same_batch():
                    if weight]
         assert sorted(counted) == sorted(batch)
 
-
-# --- many ranks, and runs that were killed
 
 @pytest.fixture(scope="module")
 def whole(workspace, tmp_path_factory):

@@ -81,7 +81,6 @@ def test_pictures_have_a_limit_of_pixels(vlm, tmp_path):
 
 
 def test_an_adapter_of_a_model_that_sees_is_applied(vlm, tmp_path):
-    """Of a simulator, say."""
     base, _ = load_vision(str(vlm), "cpu")
     name = "model.language_model.layers.0.self_attn.q_proj.weight"
     before = base.get_parameter(name).clone()
@@ -123,8 +122,6 @@ def dialogues(tmp_path_factory):
                          "max_rounds": 2})
     return write(tmp_path_factory.mktemp("dialogues") / "pages.jsonl", rows)
 
-
-# --- rows
 
 def test_a_row_by_hand(seeing):
     """Text and number of tokens; ids and pixels are those of transformers' own processor."""
@@ -198,8 +195,6 @@ def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch
     assert pixels.shape[0] == 16 and pixels.reshape(16, 3, -1).std(-1).max() == 0
 
 
-# --- 03, 04, 02
-
 def flags(dialogues, vlm, out, *more):
     return ["--trajectories", dialogues, "--model", vlm, "--score", "regression", "--lr", 1e-2, "--beta", 1,
             "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--out", out, *more]
@@ -264,8 +259,6 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
 
-# --- the user simulator who sees
-
 def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
     """The model's own generation_config, which samples and penalises, changes nothing."""
     model, processor = load_vision(str(vlm), "cpu")
@@ -284,10 +277,7 @@ def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
     assert (reply.prompt_tokens, reply.completion_tokens) == (num_read, len(reply.ids))
 
 
-# --- bad input
-
 def test_bad_input_is_one_line(dialogues, vlm, data, tmp_path):
-    """Before anything is played or trained."""
     functions, out = data / "demos.jsonl", tmp_path / "out"
     for message, number, arguments in [
             ("needs --score regression", 3, flags(dialogues, vlm, out, "--score", "logratio")),
