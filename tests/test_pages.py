@@ -14,7 +14,7 @@ from colbench.browser import Browser, Render
 from colbench.frontend import asked_values, last_page, LOOK, OUTPUT, page_of, page_reply, page_values, scripted_turn
 from colbench.frontend import PAGES as TEMPLATES
 from colbench.similarity import PageScorer
-from conftest import call, fork, read, refused, ROOT, succeed, trajectory, turns, write
+from conftest import call, fork, read, refused, ROOT, trajectory, turns, write
 
 BASE = "models/tiny_pages"
 PAGES = ROOT / "tests" / "pages"
@@ -207,8 +207,8 @@ def pages(tmp_path_factory):
     """A folder with tasks.jsonl and offline.jsonl, two dialogues of the base model on each of three tasks."""
     folder = tmp_path_factory.mktemp("pages")
     call(1, "--domain", "frontend", "--split", "train", "--num-tasks", 3, "--out", folder / "tasks.jsonl")
-    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", BASE, "--samples", 2, "--max-rounds", 2,
-            "--similarity", "pixels", "--max-new-tokens", 220, "--out", folder / "offline.jsonl")
+    call(2, "--tasks", folder / "tasks.jsonl", "--agent", BASE, "--samples", 2, "--max-rounds", 2, "--similarity",
+         "pixels", "--max-new-tokens", 220, "--out", folder / "offline.jsonl")
     return folder
 
 

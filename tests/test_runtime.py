@@ -92,12 +92,14 @@ def test_an_output_is_made_by_one_process_at_a_time(data, tmp_path):
     holder = begin("hold", out, folder=tmp_path, run=hold)
     while not (tmp_path / "0.out").exists() or "holds" not in (tmp_path / "0.out").read_text():
         time.sleep(0.01)
-    for more in ([], ["--overwrite"]):
-        line = refused(*words, *more)
-        assert line == (f"{out}.args.json: process {holder.pid} on {platform.node()} is making this output; wait for "
-                        "it, or choose another --out")
-        assert not out.exists()
-    killed(holder)
+    try:
+        for more in ([], ["--overwrite"]):
+            line = refused(*words, *more)
+            assert line == (f"{out}.args.json: process {holder.pid} on {platform.node()} is making this output; wait "
+                            "for it, or choose another --out")
+            assert not out.exists()
+    finally:
+        killed(holder)                                              # or pytest would wait for its end
     assert "writes" in call(*words) and len(read(out)) == 12
     with pytest.raises(InputError, match="has just been made by the same command"):
         Output(out, {"overwrite": False}, []).begin()

@@ -456,7 +456,6 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(workspace
     assert "404" in line and "the server has no model of this name, or cannot continue a prompt" in line
     assert "does not answer" in run("04_train_policy.py", *arguments, f"{first['url']}#model", "--overwrite").stderr
     assert (out / "candidates.jsonl").exists()                       # nothing is lost
-    assert "must be http" in run("04_train_policy.py", *flags("c", "--sampler", BASE)).stderr
 
 
 # --- 02 --best-of
