@@ -59,11 +59,6 @@ def stage(number):
     return importlib.import_module(next(ROOT.glob(f"{number:02d}_*.py")).stem)
 
 
-def fork(name):
-    """Import a fork of 04, examples/grpo.py say, as a module."""
-    return importlib.import_module(f"examples.{name}")
-
-
 IMPORTED = [                                                         # what a stage imports, at its top or later
     "jinja2", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "matplotlib.pyplot", "openai",
     "peft", "PIL.Image", "tokenizers", "tqdm", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict",
@@ -162,7 +157,7 @@ def succeed(script, *arguments, **options):
 
 
 def call(program, *arguments):
-    """Call a stage (its number), or a fork (its module), in this process; returns what it printed."""
+    """Call a stage (its number), or a fork or script (its module), in this process; returns what it printed."""
     from lib import runtime
     module = stage(program) if isinstance(program, int) else program
     try:
@@ -244,21 +239,19 @@ def made_once(tmp_path_factory, name, make):
     return folder
 
 
-def make_workspace(folder):
-    tasks, demos = folder / "tasks.jsonl", folder / "demos.jsonl"
-    call(1, "--num-tasks", 24, "--split", "train", "--out", tasks)
-    call(2, "--tasks", tasks, "--agent", "script", "--max-rounds", 8, "--out", demos)
-    call(4, "--method", "sft", "--model", "tiny", "--trajectories", demos, "--lr", 3e-3, "--max-steps", 4, "--out",
-         folder / "model")
-    call(2, "--tasks", tasks, "--agent", "models/tiny", "--max-rounds", 8, "--samples", 3, "--max-new-tokens", 120,
-         "--out", folder / "offline.jsonl")
-
-
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory):
     """A folder with tasks.jsonl, demos.jsonl (scripted), model/ (tiny, a few steps) and offline.jsonl (sampled from the
     shipped base model, so that both successes and failures are in it). Tests do not write into it."""
-    return made_once(tmp_path_factory, "workspace", make_workspace)
+    def make(folder):
+        tasks, demos = folder / "tasks.jsonl", folder / "demos.jsonl"
+        call(1, "--num-tasks", 24, "--split", "train", "--out", tasks)
+        call(2, "--tasks", tasks, "--agent", "script", "--max-rounds", 8, "--out", demos)
+        call(4, "--method", "sft", "--model", "tiny", "--trajectories", demos, "--lr", 3e-3, "--max-steps", 4, "--out",
+             folder / "model")
+        call(2, "--tasks", tasks, "--agent", "models/tiny", "--max-rounds", 8, "--samples", 3, "--max-new-tokens", 120,
+             "--out", folder / "offline.jsonl")
+    return made_once(tmp_path_factory, "workspace", make)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,8 @@ import pytest
 
 import colbench
 from compare import set_weights, weights
-from conftest import BASE, call, fork, read, refused, ROOT, run, stage, write
+from conftest import BASE, call, read, refused, ROOT, run, stage, write
+from examples import gain
 from lib import training
 from lib.data import read_tasks, read_trajectories
 from lib.runtime import InputError
@@ -189,7 +190,7 @@ def test_too_many_tasks_or_a_dry_run_of_a_fork(tmp_path, monkeypatch):
     monkeypatch.setattr(colbench, "MOST_DRAWS_IN_VAIN", 3)
     line = refused(1, "--num-tasks", 9 ** 6, "--split", "test", "--out", tmp_path / "out")
     assert line.startswith("--num-tasks 531441: there are only ")
-    assert refused(fork("gain"), *TRAIN.split(), "--dry-run", 2) == "--dry-run works only with 04_train_policy.py"
+    assert refused(gain, *TRAIN.split(), "--dry-run", 2) == "--dry-run works only with 04_train_policy.py"
     assert contents(tmp_path) == {}
 
 

@@ -1,6 +1,5 @@
 """scripts/critics.py: gates of a base model, and how a critic's scores correlate with the returns of the dialogues that
 02 --branch plays on."""
-import importlib
 import json
 import shutil
 import types
@@ -12,8 +11,7 @@ import common
 from colbench import backend
 from conftest import BASE, call, FUNCTION, load_critic, Partial, read, refused, stage, trajectory, turns, write
 from lib.logps import Sequence
-
-critics = importlib.import_module("scripts.critics")
+from scripts import critics
 
 
 def test_gates_and_success_of_the_shipped_base_model(workspace, tmp_path):

@@ -106,7 +106,7 @@ def test_the_adapter_alone_is_trained_and_kept_in_states(tmp_path):
         assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
     assert set(state["optimizer"]["state"]) == trained
     assert all(values["exp_avg"].dtype == torch.float32 for values in state["optimizer"]["state"].values())
-    adapted = load_critic(load=lambda *_, **__: action_model)         # an agent
+    adapted = load_critic(load=lambda *_, **__: action_model)       # an agent
     assert adapted.ref_model is action_model
 
 

@@ -14,7 +14,8 @@ from colbench.browser import Browser, Render
 from colbench.frontend import asked_values, last_page, LOOK, OUTPUT, page_of, page_reply, page_values, scripted_turn
 from colbench.frontend import PAGES as TEMPLATES
 from colbench.similarity import PageScorer
-from conftest import call, fork, read, refused, ROOT, trajectory, turns, write
+from conftest import call, read, refused, ROOT, trajectory, turns, write
+from examples import gain
 
 BASE = "models/tiny_pages"
 PAGES = ROOT / "tests" / "pages"
@@ -241,7 +242,7 @@ def test_critic_and_policies(pages):
                for row in read(pages / "sweet" / "candidates.jsonl"))
     printed = call(4, "--method", "rft", *flags, "--out", pages / "rft")
     assert "3 successful (or best) trajectories" in printed
-    call(fork("gain"), *flags, "--candidates", pages / "sweet" / "candidates.jsonl", "--data-frac", 0.05,
+    call(gain, *flags, "--candidates", pages / "sweet" / "candidates.jsonl", "--data-frac", 0.05,
          "--num-candidates", 2, "--max-new-tokens", 220, "--out", pages / "gain")          # without weights of CLIP
 
 

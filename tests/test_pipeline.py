@@ -1,6 +1,5 @@
 """All stages together: the chain of run.sh in small (test_study.py runs run.sh itself), exit statuses."""
 import argparse
-import importlib
 import json
 import re
 import subprocess
@@ -8,8 +7,7 @@ import subprocess
 import pytest
 
 from conftest import ROOT, run, stage
-
-study = importlib.import_module("scripts.study")
+from scripts import study
 
 
 def test_the_chain_evaluates_every_method_and_a_second_call_runs_nothing_again(tmp_path, monkeypatch, capsys):

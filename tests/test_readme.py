@@ -18,9 +18,8 @@ import torch
 from colbench import Domain, DOMAINS, Environment
 from colbench.domain import check_domain, REQUIRED
 from conftest import call, ROOT
-
-study = importlib.import_module("scripts.study")
-read_csv = importlib.import_module("scripts.table").read_csv
+from scripts import study
+from scripts.table import read_csv
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text()
          for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}

@@ -17,9 +17,8 @@ import pytest
 from conftest import read, refused, ROOT, stage, trajectory, write
 from lib.data import read_trajectories
 from lib.runtime import InputError
+from scripts import change_c, plot, study, table
 
-change_c, plot, study, table = (importlib.import_module(f"scripts.{name}")
-                                for name in ("change_c", "plot", "study", "table"))
 SWEET = {"backend": "sweet", "sql": "sweet-answers", "frontend": "paper"}      # that run.sh compares
 INPUTS = "trajectories", "tasks", "critic", "candidates", "agent", "gates", "model"
 NO_FILES = None, False, "untrained", "models/tiny", "models/tiny_sql", "models/tiny_pages", "out/real/base/model"
@@ -262,8 +261,8 @@ def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path):
                                      "320,2,sweet,.5,.4,.6\n,,base,.5,.4,.6\n")
     (tmp_path / "sizes").write_text("dialogues,method,success,low,high\n3200,sweet,.5,.4,.6\n80,sweet,.5,.4,.6\n"
                                     "80,mtdpo,.5,.4,.6\n,base,.5,.4,.6\n")
-    for table, out in (("rounds", "rounds.svg"), ("sizes", "sizes.svg"), ("sizes", "again.svg")):
-        plot.main(str(tmp_path / table), str(tmp_path / out))
+    for name, out in (("rounds", "rounds.svg"), ("sizes", "sizes.svg"), ("sizes", "again.svg")):
+        plot.main(str(tmp_path / name), str(tmp_path / out))
     rounds, sizes, again = ((tmp_path / f"{name}.svg").read_text() for name in ("rounds", "sizes", "again"))
     for picture, texts in ((rounds, {"1", "2", "round of training", "sweet"}),
                            (sizes, {"80", "3,200", "dialogues of training", "sweet", "mtdpo"})):
