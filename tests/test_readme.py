@@ -115,7 +115,7 @@ def test_every_command_parses(name):
 
 def test_a_slurm_job_starts_torchrun_on_all_its_nodes(tmp_path):
     [block] = [block for block in BLOCKS.values() if "sbatch" in block]
-    write_job, _ = block.split("critic=")
+    write_job, _ = block.split("sbatch --nodes")
     stand_ins = "scontrol() { printf 'a\\nb\\n'; }; srun() { echo \"$@\"; }; export -f scontrol srun\n"
     run_job = "bash your_job.sh 03_train_critic.py --lr 1"
     process = subprocess.run(["bash", "-c", stand_ins + write_job + run_job], text=True, cwd=tmp_path,
