@@ -26,10 +26,9 @@ import re
 import sqlite3
 
 from colbench import dialogue
-from colbench.backend import FunctionEnvironment
 from colbench.dialogue import answer_kind, asking_kind, FactDomain, mean, needed_facts, OPENERS, put, topics_asked
 from colbench.domain import beside, task_kind
-from colbench.schema import check_keys, check_kind, list_of, one_of, record, table_of
+from colbench.schema import check_keys, list_of, one_of, record, table_of
 from colbench.scorer import check_with_two_scorers
 from colbench.sql_child import canonical, open_database, select
 from colbench.sql_mutants import agreeing, mutants_of, open_empty
@@ -416,7 +415,7 @@ def asking(fact, rng):
 # ---------------------------------------------------------------------------------------------------------------------
 # running queries, and the user simulator
 
-class QueryEnvironment(FunctionEnvironment):
+class QueryEnvironment(dialogue.FactEnvironment):
     """The scorer, the example databases, and the user simulator."""
 
     TAKES = ("unsafe_scorer",)
@@ -505,10 +504,6 @@ def fact_kind(fact):
     return dialogue.fact_kind(fact) or BY(fact) or (SHOWN(fact) if fact["by"] == "look" else None)
 
 
-TABLES = table_of(list_of(list))
-OPTIONAL = {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)}
-TASK = task_kind({"schema": str, "databases": list_of(TABLES, 2)}, OPTIONAL)
-
 
 class Sql(FactDomain):
     """Tasks with databases. To the scorer they are functions (as_function_task)."""
@@ -531,20 +526,23 @@ class Sql(FactDomain):
     AGENT_SYSTEM = beside("prompts/sql_agent.txt")
     JUDGE = beside("prompts/sql_judge.txt")
     FAMILIES = family_names()
+    TASK = task_kind(
+        {"schema": str, "databases": list_of(table_of(list_of(list)), 2)},
+        {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)})
+    SCRIPT = Script
     Environment = QueryEnvironment
 
     def __init__(self):
-        self.PLAYERS = {"script": Script(self), "script-informed": Script(self, informed=True),
-                        "script-asker": self.asker_turn}
+        super().__init__()
+        self.PLAYERS["script-asker"] = self.asker_turn
 
     def owns(self, task):
         return "databases" in task
 
     def check_task(self, task, where):
-        check_kind(task, TASK, where)
+        super().check_task(task, where)
         if task.get("facts"):
             check_keys(task, {"idle_looks": list, "template": str}, where)
-            dialogue.check_facts(task, where)
 
     def make_task(self, rng, name, told, accept):
         """None is made where no databases prove every decision. The id of a task with an unseen schema is of the test
