@@ -173,7 +173,8 @@ class Backend(FactDomain):
     AGENT_SYSTEM = beside("prompts/backend_agent.txt")
     JUDGE = beside("prompts/backend_judge.txt")
     FAMILIES = list(FAMILIES)
-    TASK = task_kind({"test_cases": table_of(str)}, {"template": str, "facts": list_of(dialogue.fact_kind)})
+    TASK = staticmethod(
+        task_kind({"test_cases": table_of(str)}, {"template": str, "facts": list_of(dialogue.fact_kind)}))
     SCRIPT = Script
     Environment = FunctionEnvironment
 

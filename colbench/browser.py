@@ -21,7 +21,7 @@ from collections import namedtuple
 from html import unescape
 
 from colbench.domain import beside
-from colbench.schema import InputError
+from colbench.schema import InputError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +35,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 BROWSER_FLAGS = [line for line in beside("browser_flags.txt").splitlines() if line[0] != "#"]
 FONTS = beside("fonts.conf")
 FONT_ROOTS = "/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts", "/Library/Fonts"
-
-
-def one_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 # Runs before a page's own scripts, in every frame: a clock that stands still until __run moves it, seeded random

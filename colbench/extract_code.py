@@ -98,15 +98,12 @@ class Statement:
             self.code = error
 
     def execute(self, namespace):
-        if isinstance(self.code, Exception):
-            raise self.code
-        exec(self.code, namespace)
-
-    def execute_leniently(self, namespace):
         """Execute it; where a name is missing, once more without evaluating its annotations, if it has any: an answer
         may repeat the request's signature with `List[int]`, and leave out the import."""
+        if isinstance(self.code, Exception):
+            raise self.code
         try:
-            self.execute(namespace)
+            exec(self.code, namespace)
         except NameError:
             nodes = ast.walk(self.module)
             if not any(getattr(node, "annotation", None) or getattr(node, "returns", None) for node in nodes):

@@ -138,28 +138,6 @@ FAMILIES = PAGES["families"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the user simulator that is a model: it looks at images
-
-def viewer_messages(task, history, solution, page):
-    """The chat for a simulator model, with images (paths; page: None if none was sent)."""
-    message = history[-1]["content"]
-    sent_page = page_of(message)
-    words = message.replace(sent_page, "[the page]") if sent_page else message
-    question = f"What the assistant says:\n{words}\n\nWhat do I answer?"
-    content = [text_part("The page that I want:"), {"type": "image", "path": solution}]
-    if page:
-        content += [text_part("The page that the assistant made:"), {"type": "image", "path": page}]
-    else:
-        question = f"The assistant has made no page that can be shown.\n{question}"
-    system = [text_part(SIMULATOR_SYSTEM.format(**task))]
-    return [{"role": "system", "content": system}, {"role": "user", "content": [*content, text_part(question)]}]
-
-
-def text_part(text):
-    return {"type": "text", "text": text}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # the user simulator by rule: names what differs
 
 LOOK = beside("look.js")
@@ -273,10 +251,8 @@ def asked_values(task, reply):
 def names_value(sentence, topic, name):
     """Whether a sentence says a topic, and behind it the name of a value; "no footer" says both at once."""
     texts = [name] if topic in name else [topic, name]
-    words = []
-    for text in map(re.escape, texts):
-        words.append(rf"(?<![\w-]){text}(?![\w-])")
-    return re.search(".*".join(words), sentence) is not None
+    pattern = ".*".join(rf"(?<![\w-]){re.escape(text)}(?![\w-])" for text in texts)
+    return re.search(pattern, sentence) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -351,6 +327,10 @@ def scripted_page(task, values, thought, rng):
 # ---------------------------------------------------------------------------------------------------------------------
 # the browser, scores, and the user simulators
 
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
 class PageEnvironment(Environment):
     """The browser, the similarity of screenshots, and the user simulator. similarity=None: only renders pages."""
 
@@ -384,8 +364,19 @@ class PageEnvironment(Environment):
         return page_reply(solution.spec, page_spec, rng)
 
     async def simulator_chat(self, task, history):
+        """Messages with images (paths)."""
         solution, page = await self.rendered(task, history)
-        return viewer_messages(task, history, solution.image, page.image if page else None)
+        message = history[-1]["content"]
+        sent_page = page_of(message)
+        words = message.replace(sent_page, "[the page]") if sent_page else message
+        question = f"What the assistant says:\n{words}\n\nWhat do I answer?"
+        content = [text_part("The page that I want:"), {"type": "image", "path": solution.image}]
+        if page and page.image:
+            content += [text_part("The page that the assistant made:"), {"type": "image", "path": page.image}]
+        else:
+            question = f"The assistant has made no page that can be shown.\n{question}"
+        system = [text_part(SIMULATOR_SYSTEM.format(**task))]
+        return [{"role": "system", "content": system}, {"role": "user", "content": [*content, text_part(question)]}]
 
     async def verdicts(self, pairs, explain):
         """"reward": the similarity of the screenshots, "image", "reference_image": their files, "render_fault"."""

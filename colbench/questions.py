@@ -182,10 +182,6 @@ class Test:
         if result[0] == "ok" and sides and self.result_of(sides) == self.value:
             self.value = ["error", ASKS_NOTHING]
 
-    def asks_for_none(self):
-        """Does the solution give None to all that is asked? Then an empty function gives the same."""
-        return self.asked_on_solution.count(None) == len(self.asked_on_solution)
-
     # ----------------------------------------------------------------------------------------------------------------
     # what an answer says
 

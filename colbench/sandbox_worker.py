@@ -100,7 +100,8 @@ def run_each(numbers, pieces, broken, request, send):
         try:
             scope = scope_of_a_call(module, imports, calls[number])
             if request["given"]:
-                scope = {**scope, **decoded(request["given"][number])}
+                values = {name: decode(data) for name, data in request["given"][number].items()}
+                scope = {**scope, **values}
             result = ["ok", encode(eval(calls[number], scope))]
         except BaseException as error:
             # Examples in the answer may have failed, too: that says why a call fails only if it lacks a name.
@@ -110,11 +111,6 @@ def run_each(numbers, pieces, broken, request, send):
         if len(sys._current_frames()) > 1 and number + 1 < len(calls):
             send("restart")
             os._exit(0)
-
-
-def decoded(given):
-    """{name: value} of {name: encoded value}."""
-    return {name: decode(data) for name, data in given.items()}
 
 
 def compiled_pieces(request):
@@ -176,7 +172,7 @@ def execute_each(statements, namespace):
     faults = []
     for statement in statements:
         try:
-            statement.execute_leniently(namespace)
+            statement.execute(namespace)
         except BaseException as error:
             faults.append(reason_of(error))
     return faults
@@ -536,12 +532,6 @@ def thread_limit(walls):
     return [*steps, (resource.setrlimit, (resource.RLIMIT_NPROC, (limit, limit)))]
 
 
-def confine(steps, seconds):
-    """In the forked process, before it reads its request."""
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    take(steps)
-
-
 def take(steps):
     """Make the calls of confinement."""
     for function, arguments in steps:
@@ -558,7 +548,8 @@ def serve_one(walls, length, seconds, requests, results):
         os.setsid()
         for descriptor in (0, 1, 2):
             os.dup2(walls.null, descriptor)
-        confine(walls.steps, seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        take(walls.steps)
         with open(requests, "rb") as file:
             request = marshal.loads(file.read(length))
         os.closerange(3, results)

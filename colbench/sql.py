@@ -300,20 +300,12 @@ def needed_fact(slot, decision, code):
 # what the confined child program runs
 
 PROGRAM = """{child}
-
 import json
-
 SCHEMA, DATABASES, STATEMENT = json.loads({data!r})
-
-
 def rows(i):
     return select(open_database(SCHEMA, DATABASES[i]), STATEMENT)
-
-
 def result(i):
     return canonical(*rows(i), {ordered})
-
-
 def table():
     return as_table(*rows(0))
 """
@@ -526,9 +518,9 @@ class Sql(FactDomain):
     AGENT_SYSTEM = beside("prompts/sql_agent.txt")
     JUDGE = beside("prompts/sql_judge.txt")
     FAMILIES = family_names()
-    TASK = task_kind(
+    TASK = staticmethod(task_kind(
         {"schema": str, "databases": list_of(table_of(list_of(list)), 2)},
-        {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)})
+        {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)}))
     SCRIPT = Script
     Environment = QueryEnvironment
 

@@ -114,11 +114,9 @@ def encode_number(value):
         p, q = value.as_integer_ratio()
     except OverflowError:
         return float(value)                                     # infinite
-    if q == 1 and -2 ** 53 < p < 2 ** 53:
-        return int(p)
-    if q == 1:
-        return ["int", hex(p)]
-    return ["ratio", f"{p}/{q}"]
+    if q > 1:
+        return ["ratio", f"{p}/{q}"]
+    return int(p) if -2 ** 53 < p < 2 ** 53 else ["int", hex(p)]
 
 
 def order(data):
@@ -175,10 +173,11 @@ def decode(data):
         return data
     kind, *parts = data
     if kind in DICTS:
-        of_kind = {"dict": dict, "odict": collections.OrderedDict, "counter": collections.Counter}[kind]
-        return of_kind({decode(key): decode(item) for _, key, item in parts})
-    if kind in ("list", "tuple", "deque", "set"):
-        return {"list": list, "tuple": tuple, "deque": collections.deque, "set": set}[kind](map(decode, parts))
+        return CONTAINERS[kind]({decode(key): decode(item) for _, key, item in parts})
+    if kind == "set":
+        return set(map(decode, parts))
+    if kind in CONTAINERS:
+        return CONTAINERS[kind](map(decode, parts))
     if kind in WRITTEN_NUMBERS:
         return real(data)
     if kind == "text":
@@ -197,12 +196,8 @@ def range_of(length, first=0, second=1):
     return range(first, first + length * step, step)
 
 
-def time_in_utc(kind):
-    """A function that makes a time of a kind ("datetime", "time"), in UTC, of its text."""
-    def read(text):
-        moment = datetime.datetime.fromisoformat(text).replace(tzinfo=datetime.timezone.utc)
-        return moment if kind == "datetime" else moment.timetz()
-    return read
+def datetime_in_utc(text):
+    return datetime.datetime.fromisoformat(text).replace(tzinfo=datetime.timezone.utc)
 
 
 WRITTEN = {                                     # what makes a value of the parts of a kind
@@ -212,9 +207,9 @@ WRITTEN = {                                     # what makes a value of the part
     "range": range_of,
     "date": datetime.date.fromisoformat,
     "datetime": datetime.datetime.fromisoformat,
-    "datetime utc": time_in_utc("datetime"),
+    "datetime utc": datetime_in_utc,
     "time": lambda text: datetime.datetime.fromisoformat(text).time(),
-    "time utc": time_in_utc("time"),
+    "time utc": lambda text: datetime_in_utc(text).timetz(),
     "timedelta": datetime.timedelta,
     "timezone": lambda offset: datetime.timezone(decode(offset))}
 
