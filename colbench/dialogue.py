@@ -102,16 +102,14 @@ def best_topics(texts, message):
     def weight(words):
         return sum(1 / num_facts_with[word] for word in words)
 
-    matches = []                                                    # of each fact (share, words of the phrase, both's)
+    best_matches = []                                               # for each fact (share, words of the phrase, both's)
     for fact_phrases in phrases:
-        best = 0, 0, frozenset()
+        matches = [(0, 0, frozenset())]
         for phrase in filter(None, fact_phrases):                   # a phrase of stop words alone matches nothing
-            said_of_it = phrase & said
-            match = weight(said_of_it) / weight(phrase), len(phrase), said_of_it
-            best = max(best, match, key=lambda match: match[:2])
-        matches.append(best)
-    least_share = max(0.5, max(matches)[0] - 1e-9)
-    asked = {index: words for index, (share, _, words) in enumerate(matches) if share >= least_share}
+            matches.append((weight(phrase & said) / weight(phrase), len(phrase), phrase & said))
+        best_matches.append(max(matches, key=lambda match: match[:2]))
+    least_share = max(0.5, max(best_matches)[0] - 1e-9)
+    asked = {index: words for index, (share, _, words) in enumerate(best_matches) if share >= least_share}
     # "exactly the mark to pass" names "the mark to pass" too: the longer topic is meant.
     longest = [index for index, words in asked.items() if not any(map(words.__lt__, asked.values()))]
     return tuple(longest[:2])
@@ -297,9 +295,6 @@ class FactDomain(Domain):
                 learned = self.learned(task, turn["content"], reply["content"])
                 known.update(learned)
         return known
-
-    def all_known(self, task, history):
-        return self.known_facts(task, history).issuperset(needed_facts(task))
 
     def facts(self, task, history):
         if not task.get("facts"):

@@ -170,8 +170,8 @@ class Domain:
         return None
 
     def all_known(self, task, history):
-        """True if everything that matters is known. Called only if turn_kind is not None."""
-        return None
+        """True if all facts are known. Called only if turn_kind is not None."""
+        return all(is_known for _, is_known in self.facts(task, history))
 
 
 REQUIRED = "NOUN", "FAMILIES", "AGENT_SYSTEM", "Environment", "owns", "check_task", "make_task", "answer_of"

@@ -375,6 +375,11 @@ def readable_paths(site_packages):
     return [path for path in paths if not any(path.startswith(parent + "/") for parent in paths)]
 
 
+def mount(source, target, kind, flags, data=None):
+    check(libc.mount(*(text and text.encode() for text in (source, target, kind)), ctypes.c_ulong(flags),
+                     data and data.encode()), f"mount {target}")
+
+
 def own_namespaces():
     return {os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "mnt", "net", "pid")}
 
@@ -396,10 +401,6 @@ def enter_namespaces(paths, work):
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)                      # PR_SET_PDEATHSIG
     if not before.isdisjoint(own_namespaces()):
         raise OSError("a namespace is not its own")
-
-    def mount(source, target, kind, flags, data=None):
-        check(libc.mount(*(text and text.encode() for text in (source, target, kind)), ctypes.c_ulong(flags),
-                         data and data.encode()), f"mount {target}")
 
     sources = {path: os.path.realpath(path) for path in paths}
     mount(None, "/", None, 0x44000)                             # private, recursive
@@ -424,8 +425,7 @@ def enter_namespaces(paths, work):
 
 
 def fresh_work_dir(work):
-    check(libc.mount(b"tmpfs", work.encode(), b"tmpfs", ctypes.c_ulong(0x6),
-                     f"size={FILE_LIMIT},nr_inodes=1000,mode=1777".encode()), "mount the working directory")
+    mount("tmpfs", work, "tmpfs", 0x6, f"size={FILE_LIMIT},nr_inodes=1000,mode=1777")
     os.chdir(work)
 
 
