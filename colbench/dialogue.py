@@ -89,7 +89,7 @@ def topics_asked(facts, message):
     return list(best_topics(tuple(texts), message))
 
 
-@functools.lru_cache(10_000)                                        # each later turn asks again about those before it
+@functools.lru_cache(10_000)                                        # each later turn asks again for the earlier turns
 def best_topics(texts, message):
     """topics_asked for facts with these phrases, a tuple of texts for each fact."""
     said = content_words(message)
@@ -120,7 +120,7 @@ DOES_NOT_KNOW = re.compile(
     r"specif\w+|defined?|mention\w*|stated?|clear|information|preference|opinion)\b|\bunsure\b|"
     r"\bno (?:idea|preference|information|opinion)\b|"
     r"\bunknown\b|\bunspecified\b|\bdunno\b|\bn/a\b|\bup to you\b|\byou (?:can )?(?:decide|choose)\b", re.IGNORECASE)
-# What is said to the agent, not of the task
+# Remarks to the agent, not about the task
 COURTESY = re.compile(r"\b(?:let me know|thanks?|please ask|feel free|happy to|anything else|other questions)\b|"
                       r"^(?:sorry|okay|ok|sure)\W*$", re.IGNORECASE)
 

@@ -250,7 +250,7 @@ def asked_values(task, reply):
     return asked
 
 
-@functools.lru_cache(100_000)                                       # each later turn asks again
+@functools.lru_cache(100_000)                                       # each later turn asks again for the earlier turns
 def names_value(sentence, topic, name):
     """Whether a sentence has a topic, and after it the name of a value; "no footer" is both."""
     texts = [name] if topic in name else [topic, name]
@@ -301,12 +301,11 @@ def scripted_turn(task, history, max_rounds, rng, informed=False):
     luck = rng.random()
     if luck < talk:
         return rng.choice(PAGES["talk"])
+    changes, thought = {}, "I keep the page."
     if not values:
         values = {name: guess(slot, rng, informed) for name, slot in slots.items()}
-        return scripted_page(task, values, "I begin with a simple page.", rng)
-
-    changes = {}
-    if luck >= talk + repeat:
+        thought = "I begin with a simple page."
+    elif luck >= talk + repeat:
         for name, code in asked_values(task, replies).items():
             if rng.random() < forget:
                 code = rng.choice([values[name], *slots[name]["guesses"]])
@@ -314,17 +313,11 @@ def scripted_turn(task, history, max_rounds, rng, informed=False):
         if rng.random() < change:
             name = rng.choice(list(slots))
             changes.setdefault(name, guess(slots[name], rng, informed))
-    topics = list(dict.fromkeys(slots[name]["topic"] for name in changes))
-    thought = f"I change the {' and the '.join(topics)}." if topics else "I keep the page."
-    return scripted_page(task, values | changes, thought, rng)
-
-
-def scripted_page(task, values, thought, rng):
-    """A page of the task's template; with a thought in one of three turns."""
-    page = task["template"].format(**values)
-    if rng.random() < 1 / 3:
-        return f"{thought}\n{OUTPUT}\n{page}"
-    return page
+    if changes:
+        topics = dict.fromkeys(slots[name]["topic"] for name in changes)
+        thought = f"I change the {' and the '.join(topics)}."
+    page = task["template"].format(**values | changes)
+    return f"{thought}\n{OUTPUT}\n{page}" if rng.random() < 1 / 3 else page
 
 
 # ---------------------------------------------------------------------------------------------------------------------
