@@ -34,8 +34,8 @@ def read_literal(text):
 
 
 def parse_reply(text):
-    """The first object in a reply with one of the keys that the prompt asks for, or None. Fences and prose around it are
-    ignored."""
+    """The first object in a reply with one of the keys that the prompt asks for, or None. It may stand in a fence and
+    between prose."""
     keys = {*WRITTEN_KEYS, *WRITTEN_KEYS.values()}
     for read in (read_json, read_literal):
         for match in itertools.islice(re.finditer(r"""\{\s*["']""", text), 20):
