@@ -170,8 +170,9 @@ class Domain:
         return None
 
     def all_known(self, task, history):
-        """True if all facts are known. Called only if turn_kind is not None."""
-        return all(is_known for _, is_known in self.facts(task, history))
+        """Whether all facts are known. Called only if turn_kind is not None."""
+        facts = self.facts(task, history)
+        return None if facts is None else all(is_known for _, is_known in facts)
 
 
 REQUIRED = "NOUN", "FAMILIES", "AGENT_SYSTEM", "Environment", "owns", "check_task", "make_task", "answer_of"

@@ -36,7 +36,7 @@ REQUEST_LIMIT = 1 << 20         # characters of an answer's code and calls
 END_LIMIT_S = 10                # to remove the files that answers left
 LOOK_S = .01                    # seconds between two looks at the output of a running answer
 PROGRAM = os.path.abspath(sandbox_worker.__file__)
-# A file that no answer can read. It can read an installed colbench, as all packages.
+# A file that no answer can read. An installed colbench is readable, like all packages.
 HIDDEN = "/etc/passwd" if "-packages/colbench/" in PROGRAM else PROGRAM
 TIME_LIMIT, ANSWER_TIME_LIMIT = "time limit", "time limit of the whole answer"
 CLOCK = 10                      # seconds of the clock that an answer may take for each second of processor time
@@ -236,8 +236,8 @@ class Lines:
         os.set_blocking(descriptor, False)
 
     def expect(self, valid, deadline):
-        """The next message. Raises Stop unless valid(message), if it is too long, and if it comes after the deadline,
-        which parts of a line do not move."""
+        """The next message. Raises Stop if it is not valid(message), too long, or later than the deadline, which parts
+        of a line do not extend."""
         while b"\n" not in self.buffer:
             if len(self.buffer) > RESULT_LIMIT:
                 raise Stop("a result that is too large")

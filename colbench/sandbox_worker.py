@@ -522,8 +522,8 @@ def confinement(walls):
 
 
 def thread_limit(walls):
-    """The calls after which the system refuses more than THREAD_LIMIT threads. None if it would also count other
-    processes: it counts by the real user, and since Linux 5.14 for each user namespace. It never limits root, so the
+    """The calls after which the system refuses more than THREAD_LIMIT threads; [] if it would also count other
+    processes. It counts by the real user, and since Linux 5.14 for each user namespace. It never limits root, so the
     real user becomes a number of its own."""
     release = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
     if walls.user is None and (walls.layer == "landlock" or release < (5, 14)):

@@ -114,7 +114,7 @@ def encode_number(value):
         p, q = value.as_integer_ratio()
     except OverflowError:
         return float(value)                                     # infinite
-    if q > 1:
+    if q != 1:
         return ["ratio", f"{p}/{q}"]
     return int(p) if -2 ** 53 < p < 2 ** 53 else ["int", hex(p)]
 
