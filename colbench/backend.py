@@ -5,8 +5,6 @@ what the request leaves out: facts that matter (each is a value in the solution)
 user opens with the request and answers questions in at most 400 characters; the text after "I WANT TO ANSWER:" is the
 answer. dialogue.py has the code shared by functions and queries.
 """
-import asyncio
-import functools
 import hashlib
 import json
 import re
@@ -14,9 +12,9 @@ import string
 
 from colbench import dialogue
 from colbench.dialogue import answer_kind, asking_kind, FactDomain, mean, needed_facts, OPENERS, put, topics_asked
-from colbench.domain import beside, Environment, task_id, task_kind
-from colbench.schema import check_kind, list_of, table_of
-from colbench.scorer import check_with_two_scorers, NOT_GRADEABLE, reward_of, Scorer
+from colbench.domain import beside, task_id, task_kind
+from colbench.schema import list_of, table_of
+from colbench.scorer import check_with_two_scorers, NOT_GRADEABLE, reward_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks: what a request can leave out (functions.json)
@@ -40,12 +38,6 @@ def fact_of(kind, noun, values=()):
         for value in values if "$value" in option[0] else [None]:
             options.append(put(option, {**words, "value": value}))
     return {"topic": put(fact["topic"], words), "questions": put(fact["questions"], words), "options": options}
-
-
-@functools.cache
-def family_facts(name):
-    """{slot: fact} of a family; a slot is a field of its "code"."""
-    return {slot: fact_of(*given) for slot, given in FAMILIES[name]["facts"].items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,56 +151,12 @@ class Script(dialogue.ScriptedAgent):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the scorer, and the user simulator
-
-class FunctionEnvironment(Environment):
-    """The scorer, and the user simulator."""
-
-    TAKES = "unsafe_scorer", "compat"
-    VERDICTS = "tests"              # their key in rows
-    SIMULATOR_SYSTEM = beside("prompts/backend_simulator.txt")
-
-    def __init__(self, unsafe_scorer=False, compat=False):
-        self.scorer = Scorer(unsafe_scorer, compat=compat)
-
-    def __enter__(self):
-        self.scorer.__enter__()
-        self.about = {"scorer": self.scorer.layer}
-        return self
-
-    def __exit__(self, *exception):
-        self.scorer.__exit__(*exception)
-
-    async def rule_reply(self, task, history, rng):
-        return dialogue.known_reply(task, history, rng)
-
-    async def simulator_chat(self, task, history):
-        return dialogue.simulator_chat(self.SIMULATOR_SYSTEM.format(**task), history)
-
-    async def verdicts(self, pairs, explain):
-        """"tests": one verdict per test, "faults": why a test failed, "reward": the share of tests passed."""
-        scores = await asyncio.to_thread(self.scorer.score, pairs)
-        if self.scorer.compat:
-            return list(map(published_row, scores))
-        rows = []
-        for score in scores:
-            row = {"reward": reward_of(score.tests), self.VERDICTS: score.tests, "faults": score.faults}
-            if explain and score.failed:
-                row["failed"] = score.failed
-            rows.append(row)
-        return rows
-
-
-def published_row(score):
-    """The published scorer's verdicts, and whether its evaluation would have ended here."""
-    ends = "process ended" in score.faults or "time limit" in score.faults
-    return {"tests_compat": score.tests, "ends_evaluation": ends}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # the domain
 
-TASK = task_kind({"test_cases": table_of(str)}, {"template": str, "facts": list_of(dialogue.fact_kind)})
+class FunctionEnvironment(dialogue.FactEnvironment):
+    VERDICTS = "tests"
+    SIMULATOR_SYSTEM = beside("prompts/backend_simulator.txt")
+
 
 
 class Backend(FactDomain):
@@ -225,10 +173,10 @@ class Backend(FactDomain):
     AGENT_SYSTEM = beside("prompts/backend_agent.txt")
     JUDGE = beside("prompts/backend_judge.txt")
     FAMILIES = list(FAMILIES)
+    TASK = staticmethod(
+        task_kind({"test_cases": table_of(str)}, {"template": str, "facts": list_of(dialogue.fact_kind)}))
+    SCRIPT = Script
     Environment = FunctionEnvironment
-
-    def __init__(self):
-        self.PLAYERS = {"script": Script(self), "script-informed": Script(self, informed=True)}
 
     def owns(self, task):
         """A task with tests. A page (frontend.py) may have the field, but no test in it."""
@@ -236,17 +184,13 @@ class Backend(FactDomain):
             return False
         return len(task["test_cases"]) > 0 or not task["ground_truth"].lstrip().startswith("<")
 
-    def check_task(self, task, where):
-        check_kind(task, TASK, where)
-        if task.get("facts"):
-            dialogue.check_facts(task, where)
-
     def check_data(self, tasks, unsafe_scorer):
         return check_with_two_scorers(tasks, unsafe_scorer)
 
     def make_task(self, rng, name, told, accept):
         """Rejects a draw if accept() gives a reason, or if the tests do not prove every fact."""
-        family, slots = FAMILIES[name], family_facts(name)
+        family = FAMILIES[name]
+        slots = {slot: fact_of(*given) for slot, given in family["facts"].items()}
         drawn = {slot: rng.choice(fact["options"]) for slot, fact in slots.items()}
         codes = {slot: code for slot, (code, *_) in drawn.items()}
         solution = family["code"].format(**codes)

@@ -1,4 +1,4 @@
-"""HTML pages -> screenshots, and values that a script reads from them, in a real Chromium without a network."""
+"""Renders HTML pages in a Chromium without a network: screenshots, and values that a script reads from the page."""
 import asyncio
 import base64
 import contextlib
@@ -21,7 +21,7 @@ from collections import namedtuple
 from html import unescape
 
 from colbench.domain import beside
-from colbench.schema import InputError
+from colbench.schema import InputError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -37,26 +37,22 @@ FONTS = beside("fonts.conf")
 FONT_ROOTS = "/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts", "/Library/Fonts"
 
 
-def one_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
-# Runs before a page's own scripts, in every frame: a clock that stands still until __run moves it, seeded random
-# numbers, dialogs that return at once, storage that lasts as long as the page (its origin has none).
+# Runs in every frame before a page's own scripts: a clock that stands still until __run moves it, seeded random
+# numbers, dialogs that return at once, and storage that ends with the page.
 PAGE_START = beside("page_start.js")
-# These run in a world of their own, with the page's document, but without what its scripts may have changed. The load
-# event is what tells that all is there: readyState is "complete" as soon as a written document is closed.
+# These run in a world of their own: they see the page's document, but no function that its scripts may have changed.
+# They wait for the load event, because readyState is "complete" as soon as a written document is closed.
 PAGE_LOAD = beside("page_load.js")
 PAGE_SCROLL = beside("page_scroll.js") % MAX_HEIGHT_PX
 PAGE_SETTLE = beside("page_settle.js")
-# What may act, load or move, and the attributes whose effect outlives their elements (the colours of links, the title
-# that chooses among style sheets): a page without any of these leaves nothing behind, and the next gets its window.
+# All that may act, load or move, and the attributes whose effect outlives their elements (the colours of links, the
+# title that chooses among style sheets). A page without any of these leaves no trace: the next page gets its window.
 ACTIVE = re.compile(r"<(script|iframe|frame|object|embed|portal|meta|base|link|template|video|audio|svg)\b|<style[^>]|"
                     r"[\s/\"'](on\w+|[av]?link)\s*=|javascript:|@([\w-]*\\|import)|autofocus", re.IGNORECASE)
 PHOTO = ('<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}">'
          '<rect width="{0}" height="{1}" fill="#bbb"/></svg>')
 SIZE_IN_PATH = r"(?<![\w.-])([1-9]\d{1,3})(?:x|/(?=[2-9]\d|\d{3}))([1-9]\d{1,3})(?![\w-])"
-SIZE_IN_QUERY = r"\A(?>.*?\bw=(\d+)\b).*\bh=(\d+)\b"                    # one try: an address may have 2 MB
+SIZE_IN_QUERY = r"\A(?>.*?\bw=(\d+)\b).*\bh=(\d+)\b"                    # no backtracking: it may have 2 MB
 SQUARE = r"([1-9]\d{1,3})/?(?=$|[?.])"
 PHOTO_HOSTS = re.compile(r"(.*\.)?(picsum\.photos|source\.unsplash\.com|placehold\.(co|it)|fakeimg\.pl|"
                          r"(placeholder|dummyimage|placekitten|loremflickr|placeimg)\.com)$")
@@ -91,8 +87,8 @@ def photo_size(address):
 
 @functools.cache
 def style_rules(path):
-    """[(text, the classes one of which it needs)] of a minified style sheet's rules; without classes: what opens or
-    closes a block, and rules for elements of any class."""
+    """[(text, classes)] of a minified style sheet's rules. A rule needs an element with one of its classes. The start
+    and end of a block, and rules for elements of any class, have none."""
     rules = []
     for text in re.findall(r"@media[^{]*\{|@[\w-]*keyframes[^{]*\{(?:[^{}]*\{[^}]*\})*\}|[^{}]+\{[^}]*\}|\}",
                            path.read_text("utf-8")):
@@ -101,13 +97,13 @@ def style_rules(path):
         if text[0] not in "@}" and all("." in selector for selector in selectors.split(",")):
             names = re.findall(r"\.((?:\\.|[\w-])+)", selectors)
         classes = {name.replace("\\", "").lower() for name in names}
-        rules.append((text, classes - {"group"}))                   # it stands beside classes like "group-hover:p-9"
+        rules.append((text, classes - {"group"}))                   # found in rules for classes like "group-hover:p-9"
     return rules
 
 
 def style_sheet(path, page):
-    """The text of Tailwind 2's style sheet, without the rules for classes that the page does not name: 2.9 MB of them
-    cost more than all else of a page. All of it where a script might make up names, or a check sum is asked for."""
+    """The text of Tailwind 2's style sheet, without the rules for classes that the page does not name: 2.9 MB of rules
+    take longer than the rest of a page. The whole text if a script might make up names, or there is a checksum."""
     if re.search(r"<script|\bon\w+\s*=|javascript:|srcdoc|integrity", page, re.IGNORECASE):
         return path.read_text("utf-8")
     words = set(re.split(r"[\s\"'<>=]+", unescape(page).lower()))
@@ -115,7 +111,7 @@ def style_sheet(path, page):
 
 
 def local_answer(url, html):
-    """Playwright's answer when the page `html` requests a URL: body and content type; None: the request is refused."""
+    """Playwright's answer (body and content type) if the page `html` requests a URL. None: the request is refused."""
     for pattern, name in TAILWIND:
         if re.fullmatch(pattern, urllib.parse.unquote(url)):
             path = pathlib.Path(sys.prefix, "tailwind", name)
@@ -145,10 +141,10 @@ def write_fonts(folder):
 
 
 async def with_deadline(seconds, call, *ends):
-    """The result of an awaitable. Raises TimeoutError after some seconds, or when one of the futures `ends` is done;
+    """The result of an awaitable. Raises TimeoutError after some seconds, or when one of the futures `ends` is done.
     asyncio.wait_for would keep waiting for a call that ignores its cancellation."""
     task = asyncio.ensure_future(call)
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())        # nobody else may ask for it
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())        # no warning if nobody asks for it
     try:
         if task in (await asyncio.wait({task, *ends}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
             return task.result()
@@ -158,7 +154,7 @@ async def with_deadline(seconds, call, *ends):
 
 
 def fault_of(tab, error):
-    """One line that says why a page has no screenshot."""
+    """Why a page has no screenshot, in one line."""
     if tab and tab.crashed.done():
         return "its process crashed"
     if re.search("[Cc]ontext (was destroyed|with specified id)|target navigated", str(error)):
@@ -186,7 +182,7 @@ class Browser:
         self.tabs, self.free = [None] * num_tabs, asyncio.Semaphore(num_tabs)
         self.alone, self.starting = asyncio.Lock(), asyncio.Lock()
         self.chromium = self.driver = self.pulse = self.folder = self.error = None
-        self.Error = TimeoutError                                   # Playwright's, once that is there
+        self.Error = TimeoutError                                   # later Playwright's
 
     def call(self, coroutine):
         """Run a coroutine in the browser's own loop; returns its future."""
@@ -223,7 +219,7 @@ class Browser:
             self.specs[path.name, read] = render
         return render
 
-    # What follows runs in the browser's own loop.
+    # All other methods run in the browser's own loop.
 
     async def start(self):
         try:
@@ -240,7 +236,7 @@ class Browser:
                                 "--browser PATH")
         self.folder = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
         fonts = write_fonts(self.folder.name)
-        # Neither keys nor settings of the user's environment reach it.
+        # No keys or settings of the user's environment reach the browser.
         env = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         env |= {"HOME": self.folder.name, "LANG": "C.UTF-8"} | ({"FONTCONFIG_FILE": str(fonts)} if fonts else {})
         for sandbox_on in [True, False] if os.geteuid() else [False]:
@@ -255,7 +251,7 @@ class Browser:
         self.pulse = await self.chromium.new_browser_cdp_session()
         processes = (await self.pulse.send("SystemInfo.getProcessInfo"))["processInfo"]
         self.pid = next(process["id"] for process in processes if process["type"] == "browser")
-        for path in pathlib.Path("/proc").glob("[0-9]*"):           # what it starts later inherits the limit
+        for path in pathlib.Path("/proc").glob("[0-9]*"):           # its later processes inherit the limit
             with contextlib.suppress(OSError):
                 if os.getpgid(int(path.name)) == self.pid:
                     resource.prlimit(int(path.name), resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
@@ -265,7 +261,7 @@ class Browser:
                  f"fonts: {fonts}")
 
     async def stop(self):
-        """Stop the browser and its driver, whatever their state."""
+        """Stop the browser and its driver, in any state."""
         try:
             if self.chromium:
                 await with_deadline(5, self.chromium.close())
@@ -343,7 +339,7 @@ class Browser:
         return tab
 
     async def clear(self, tab):
-        """Give a tab a new window (100 ms) with a world for our own scripts. Nothing of the last page survives."""
+        """Give a tab a new window (100 ms) with a world for our own scripts, without traces of the last page."""
         await tab.page.goto("about:blank")
         await tab.session.send("Page.resetNavigationHistory")
         reply = await tab.session.send("Page.createIsolatedWorld", {"frameId": tab.frame})
@@ -379,7 +375,7 @@ class Browser:
     async def run_clock(self, tab, until_ms):
         """Advance a page's own clock to a time."""
         for frame in tab.page.frames:
-            if frame.url:                                           # one that was refused has none, and runs nothing
+            if frame.url:                                           # a refused frame has none, and runs nothing
                 await frame.evaluate(f"window.__run && __run({until_ms})")
 
     async def draw(self, tab, html, path, read):
@@ -391,7 +387,7 @@ class Browser:
         await self.evaluate(tab, PAGE_LOAD % json.dumps(html))
         if active:
             await self.run_clock(tab, PAGE_CLOCK_MS // 2)
-            await self.evaluate(tab, PAGE_SCROLL)                   # for what appears when it is scrolled to
+            await self.evaluate(tab, PAGE_SCROLL)                   # some parts only appear when they are scrolled to
             await self.run_clock(tab, PAGE_CLOCK_MS)
         await self.evaluate(tab, PAGE_SETTLE)
         spec = await self.evaluate(tab, read) if read else None

@@ -4,13 +4,15 @@ A fact is {"topic", "questions": [ways of asking], "replies": [what the user say
 states it}. One that matters also has "slot" (a field of the task's "template"), "code" (what fills it in the
 solution) and "guesses" (what could fill it). Facts are named by their index in task["facts"].
 """
+import asyncio
 import collections
 import functools
 import re
 import string
 
-from colbench.domain import check_template, Domain
-from colbench.schema import label, list_of, record
+from colbench.domain import check_template, Domain, Environment
+from colbench.schema import check_kind, label, list_of, record
+from colbench.scorer import reward_of, Scorer
 
 OPENERS = ("", "", "", "Thanks. ", "Okay. ", "One more question. ")
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
@@ -37,11 +39,6 @@ DECISION = record({"slot": label, "code": str, "guesses": list_of(str, 1)})     
 def fact_kind(fact):
     """The kind (schema.py) of a fact."""
     return FACT(fact) or (DECISION(fact) if fact["matters"] else None)
-
-
-def check_facts(task, where):
-    """Raises InputError if the facts of a task cannot fill its "template"."""
-    check_template(task, {task["facts"][index]["slot"] for index in needed_facts(task)}, where)
 
 
 def needed_facts(task):
@@ -92,7 +89,7 @@ def topics_asked(facts, message):
     return list(best_topics(tuple(texts), message))
 
 
-@functools.lru_cache(10_000)                                        # each later turn asks again about those before it
+@functools.lru_cache(10_000)                                        # each later turn asks again for the earlier turns
 def best_topics(texts, message):
     """topics_asked for facts with these phrases, a tuple of texts for each fact."""
     said = content_words(message)
@@ -105,16 +102,14 @@ def best_topics(texts, message):
     def weight(words):
         return sum(1 / num_facts_with[word] for word in words)
 
-    matches = []                                                    # of each fact (share, words of the phrase, both's)
+    best_matches = []                                               # for each fact (share, words of the phrase, both's)
     for fact_phrases in phrases:
-        best = 0, 0, frozenset()
+        matches = [(0, 0, frozenset())]
         for phrase in filter(None, fact_phrases):                   # a phrase of stop words alone matches nothing
-            said_of_it = phrase & said
-            match = weight(said_of_it) / weight(phrase), len(phrase), said_of_it
-            best = max(best, match, key=lambda match: match[:2])
-        matches.append(best)
-    least_share = max(0.5, max(matches)[0] - 1e-9)
-    asked = {index: words for index, (share, _, words) in enumerate(matches) if share >= least_share}
+            matches.append((weight(phrase & said) / weight(phrase), len(phrase), phrase & said))
+        best_matches.append(max(matches, key=lambda match: match[:2]))
+    least_share = max(0.5, max(best_matches)[0] - 1e-9)
+    asked = {index: words for index, (share, _, words) in enumerate(best_matches) if share >= least_share}
     # "exactly the mark to pass" names "the mark to pass" too: the longer topic is meant.
     longest = [index for index, words in asked.items() if not any(map(words.__lt__, asked.values()))]
     return tuple(longest[:2])
@@ -125,7 +120,7 @@ DOES_NOT_KNOW = re.compile(
     r"specif\w+|defined?|mention\w*|stated?|clear|information|preference|opinion)\b|\bunsure\b|"
     r"\bno (?:idea|preference|information|opinion)\b|"
     r"\bunknown\b|\bunspecified\b|\bdunno\b|\bn/a\b|\bup to you\b|\byou (?:can )?(?:decide|choose)\b", re.IGNORECASE)
-# What is said to the agent, not of the task
+# Remarks to the agent, not about the task
 COURTESY = re.compile(r"\b(?:let me know|thanks?|please ask|feel free|happy to|anything else|other questions)\b|"
                       r"^(?:sorry|okay|ok|sure)\W*$", re.IGNORECASE)
 
@@ -163,15 +158,17 @@ class ScriptedAgent:
 
     def __init__(self, domain, informed=False):
         self.domain, self.informed = domain, informed
-        self.rates = self.INFORMED_RATES if informed else self.RATES
 
     def __call__(self, task, history, max_rounds, rng):
         facts, known = task["facts"], self.domain.known_facts(task, history)
-        unknown = [index for index in needed_facts(task) if index not in known]
-        early, vague, repeat, useless = self.rates
+        needed = needed_facts(task)
+        unknown = [index for index in needed if index not in known]
+        early, vague, repeat, useless = self.INFORMED_RATES if self.informed else self.RATES
         answer_rate = early if unknown else 0.85
         if rng.random() < answer_rate or num_agent_turns(history) + 1 == max_rounds:
-            return self.answer(task, known, rng)
+            if self.informed:
+                return self.domain.best_answer(task, needed, rng)
+            return self.domain.best_answer(task, known, rng, self.FORGET_RATE)
         luck = rng.random()
         if luck < vague:
             return rng.choice(self.VAGUE)
@@ -181,11 +178,6 @@ class ScriptedAgent:
             return self.useless(task, known, history, rng)
         return self.ask(facts[rng.choice(unknown)], history, rng, is_new=True)
 
-    def answer(self, task, known, rng):
-        if self.informed:
-            return self.domain.best_answer(task, needed_facts(task), rng)
-        return self.domain.best_answer(task, known, rng, self.FORGET_RATE)
-
 
 def num_agent_turns(history):
     return sum(turn["role"] == "assistant" for turn in history)
@@ -194,23 +186,57 @@ def num_agent_turns(history):
 # ---------------------------------------------------------------------------------------------------------------------
 # the user simulator
 
-def known_reply(task, history, rng):
-    """The rule-based user's reply about the (at most two) facts that the last message asks about."""
-    replies = []
-    for index in topics_asked(task["facts"], history[-1]["content"]):
-        fact = task["facts"][index]
-        replies.append(rng.choice(fact.get("replies", UNCLEAR)))
-    return " ".join(replies) or rng.choice(UNCLEAR)
+class FactEnvironment(Environment):
+    """The scorer, and the user simulator. A subclass has SIMULATOR_SYSTEM (the system prompt of a simulator model) and
+    VERDICTS (the key of the tests' verdicts in rows)."""
+
+    TAKES = "unsafe_scorer", "compat"
+
+    def __init__(self, unsafe_scorer=False, compat=False):
+        self.scorer = Scorer(unsafe_scorer, compat=compat)
+
+    def __enter__(self):
+        self.scorer.__enter__()
+        self.about = {"scorer": self.scorer.layer}
+        return self
+
+    def __exit__(self, *exception):
+        self.scorer.__exit__(*exception)
+
+    async def rule_reply(self, task, history, rng):
+        """The user's reply about the (at most two) facts that the last message asks about."""
+        replies = []
+        for index in topics_asked(task["facts"], history[-1]["content"]):
+            fact = task["facts"][index]
+            replies.append(rng.choice(fact.get("replies", UNCLEAR)))
+        return " ".join(replies) or rng.choice(UNCLEAR)
+
+    async def simulator_chat(self, task, history):
+        """Roles are swapped, and the request is in the system prompt."""
+        swapped = {"assistant": "user", "user": "assistant"}
+        chat = [{"role": "system", "content": self.SIMULATOR_SYSTEM.format(**task)}]
+        for turn in history[1:]:
+            chat.append({"role": swapped[turn["role"]], "content": turn["content"]})
+        return chat
+
+    async def verdicts(self, pairs, explain):
+        """VERDICTS: one verdict per test, "faults": why a test failed, "reward": the share of tests passed. With
+        `compat`: the published scorer's verdicts, and whether its evaluation would have ended here."""
+        rows = []
+        for score in await asyncio.to_thread(self.scorer.score, pairs):
+            if self.scorer.compat:
+                ends = "process ended" in score.faults or "time limit" in score.faults
+                rows.append({"tests_compat": score.tests, "ends_evaluation": ends})
+                continue
+            row = {"reward": reward_of(score.tests), self.VERDICTS: score.tests, "faults": score.faults}
+            if explain and score.failed:
+                row["failed"] = score.failed
+            rows.append(row)
+        return rows
 
 
-def simulator_chat(system, history):
-    """The chat for a simulator model: roles are swapped, and the request is in the system prompt."""
-    swapped = {"assistant": "user", "user": "assistant"}
-    chat = [{"role": "system", "content": system}]
-    for turn in history[1:]:
-        chat.append({"role": swapped[turn["role"]], "content": turn["content"]})
-    return chat
-
+# ---------------------------------------------------------------------------------------------------------------------
+# leaks
 
 LEAK_TOKENS = 8
 DEFINITION = r"\b(?:def|class)\s+(\w+)"
@@ -236,23 +262,29 @@ def leak_marks(ground_truth):
 # the domain
 
 class FactDomain(Domain):
-    """Base class of functions and queries, whose tasks have facts. A subclass defines learned, kind_of and text_of."""
+    """Base class of functions and queries, whose tasks have facts. A subclass also defines TASK (the kind of its tasks,
+    schema.py), SCRIPT (a ScriptedAgent), learned, kind_of and text_of."""
 
     MARKER = "I WANT TO ANSWER:"    # what follows it in an agent's turn is the answer
     MEANINGS = {"all known": "share of the dialogues in which the agent knew all that matters before its last turn",
                 "when known": "success where the agent knew all that matters before its last turn"}
 
+    def __init__(self):
+        self.PLAYERS = {"script": self.SCRIPT(self), "script-informed": self.SCRIPT(self, informed=True)}
+
     def learned(self, task, message, reply):
         """The facts (indices) that become known by a message and the reply to it."""
-        raise NotImplementedError
 
     def kind_of(self, task, known, history, message):
         """The kind of a turn (turn_kind) if these facts are known."""
-        raise NotImplementedError
 
     def text_of(self, fact):
         """The text of a fact that matters."""
-        raise NotImplementedError
+
+    def check_task(self, task, where):
+        check_kind(task, self.TASK, where)
+        if task.get("facts"):
+            check_template(task, {task["facts"][index]["slot"] for index in needed_facts(task)}, where)
 
     def known_facts(self, task, history):
         """The facts (a set of indices) that the request states, or that the agent has learned."""
@@ -263,9 +295,6 @@ class FactDomain(Domain):
                 learned = self.learned(task, turn["content"], reply["content"])
                 known.update(learned)
         return known
-
-    def all_known(self, task, history):
-        return self.known_facts(task, history).issuperset(needed_facts(task))
 
     def facts(self, task, history):
         if not task.get("facts"):
@@ -309,10 +338,6 @@ class FactDomain(Domain):
         if names.intersection(re.findall(DEFINITION, reply)):
             return "signature"
         return "code" if runs & token_runs(reply) else None
-
-    def eval_score(self, trajectory):
-        """The reward is the share of the tests passed; a success passes all."""
-        return trajectory["reward"] == 1
 
     def measure(self, trajectories):
         """"faults": counts of failed tests by reason."""

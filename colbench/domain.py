@@ -75,11 +75,9 @@ class Domain:
 
     def owns(self, task):
         """True if a task is of this domain, by its fields. No task may be of two domains."""
-        raise NotImplementedError
 
     def check_task(self, task, where):
         """Raises InputError, which starts with `where`, if a field is missing or has the wrong type (schema.py)."""
-        raise NotImplementedError
 
     def make_task(self, rng, family, told, accept):
         """A task with "task_id" (hexadecimal, as from the function task_id) and "family", or a str, the reason the draw
@@ -87,12 +85,10 @@ class Domain:
 
         told: the facts that the request states, "none", "some" or "all".
         accept(task_id) returns None, or the reason to reject the task."""
-        raise NotImplementedError
 
     def answer_of(self, history, is_last):
         """The answer in the agent's turn that ends `history`; None: the dialogue continues. In the last round (is_last)
         it is a str."""
-        raise NotImplementedError
 
     # False: answer_of finds an answer in the last round only, because any message (or page) is one
     ANSWERS_EARLY = True
@@ -174,8 +170,9 @@ class Domain:
         return None
 
     def all_known(self, task, history):
-        """True if everything that matters is known. Called only if turn_kind is not None."""
-        return None
+        """Whether all facts are known. Called only if turn_kind is not None."""
+        facts = self.facts(task, history)
+        return None if facts is None else all(is_known for _, is_known in facts)
 
 
 REQUIRED = "NOUN", "FAMILIES", "AGENT_SYSTEM", "Environment", "owns", "check_task", "make_task", "answer_of"

@@ -1,4 +1,4 @@
-"""The text of an answer -> its code. Standard library only.
+"""Finds the code in the text of an answer. Standard library only.
 
 A model's message is prose with pieces of code. `Reader` finds them: at each line it asks Python's own parser whether a
 statement starts there; fences and tags mark where the code is. `chosen_pieces` selects the pieces with the tested
@@ -49,7 +49,7 @@ def pieces_of(answer, tested):
 
 
 def readings(text):
-    """The text without thoughts, and in what other ways it may be read where it does not define a tested name."""
+    """The text without thoughts, and other ways to read it, which are tried if it defines no tested name."""
     text = OPENED_THOUGHTS.sub("", text, count=1)
     yield without_thoughts(text)
     yield text
@@ -59,7 +59,7 @@ def readings(text):
 
 
 def without_thoughts(text):
-    """The text after the last end of thoughts, whose start may be in the prompt. Marks in a statement, a comment or
+    """The text after the last end of thoughts; their start may be in the prompt. Marks inside a statement, a comment or
     quotation marks do not count."""
     ends = list(END_OF_THOUGHTS.finditer(text))
     if not ends:
@@ -76,7 +76,7 @@ def without_thoughts(text):
 
 
 def strings_of(text):
-    """The strings in a text, of JSON or between three quotes: one may be code."""
+    """The strings in a text, of JSON or between three quotes, any of which may be code."""
     strings = []
     for match in STRING.finditer(text):
         with contextlib.suppress(ValueError):
@@ -85,7 +85,7 @@ def strings_of(text):
 
 
 class Statement:
-    """A statement, which is compiled alone, so that a fault of it costs nothing else; or a whole program.
+    """A statement, compiled alone, so that its faults do not affect others; or a whole program.
 
     module: its syntax tree, with the imports from __future__ before it
     code: its code object, or the exception that compiling it raises"""
@@ -98,15 +98,12 @@ class Statement:
             self.code = error
 
     def execute(self, namespace):
+        """Execute it. If a name is missing and it has annotations, execute it again without evaluating these: an answer
+        may repeat the request's signature with `List[int]`, and leave out the import."""
         if isinstance(self.code, Exception):
             raise self.code
-        exec(self.code, namespace)
-
-    def execute_leniently(self, namespace):
-        """Execute it; where a name is missing, once more without evaluating its annotations, if it has any: an answer
-        may repeat the request's signature with `List[int]`, and leave out the import."""
         try:
-            self.execute(namespace)
+            exec(self.code, namespace)
         except NameError:
             nodes = ast.walk(self.module)
             if not any(getattr(node, "annotation", None) or getattr(node, "returns", None) for node in nodes):
@@ -122,8 +119,8 @@ def statements_of(nodes):
 
 
 def imports_in(nodes):
-    """[(name, module, attribute or None), …] of what imports in statements bind, without those in functions and
-    classes. The name is "*" where it is every name of the module."""
+    """[(name, module, attribute or None), …] of all imports in statements, except those in functions and classes. The
+    name "*" stands for every name of the module."""
     bound, waiting = [], list(nodes)
     while waiting:
         node = waiting.pop()
@@ -142,12 +139,12 @@ def imports_in(nodes):
 # where code stands in a text
 
 class Piece:
-    """Neighbouring statements: their source, their syntax trees, where they stand, and are they cut at a fault. Besides
-    the global names
+    """Neighbouring statements: their source, their syntax trees, their place, and whether they are cut at a fault. Its
+    global names:
 
-    defined: of its functions, classes and lambdas
-    imported: that it imports
-    bound: that it binds, these included."""
+    defined: functions, classes and lambdas
+    imported: imports
+    bound: all, including these."""
 
     def __init__(self, source, nodes, place, is_cut=False):
         self.source, self.nodes, self.place, self.is_cut = source, nodes, place, is_cut
@@ -157,7 +154,7 @@ class Piece:
             node = waiting.pop()
             if isinstance(node, DEFINITIONS):
                 self.defined.add(node.name)
-                continue                                            # what is inside of it is not global
+                continue                                            # the names inside are not global
             if isinstance(node, IMPORTS):
                 self.imported.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -171,10 +168,10 @@ class Piece:
 class Reader:
     """Reads the lines of a text from the first to the last and collects its pieces.
 
-    Each step of `read_on` reads some lines, or the beginning of a line: then what is left stands in its place."""
+    Each step of `read_on` reads some lines, or the beginning of a line, and then leaves the rest in its place."""
 
     def __init__(self, text):
-        # One blank before the first line is what stood behind the marker: the other lines have none because of it.
+        # A single blank before the first line is the one after the answer's marker; the other lines have none.
         self.lines = (text[1:] if indent_of(text) == 1 else text).split("\n")
         self.index = 0
         self.fence = None                                           # the ``` of the fence around the line, if any
@@ -238,10 +235,10 @@ class Reader:
             self.index += 1
 
     def read_statement(self):
-        """Read the statement that begins at the line; False where none does.
+        """Read the statement that begins at the line, or return False if none does.
 
-        A statement ends with its last deeper line. If that is not Python, deeper prose may follow it: then it is its
-        first line alone, or, outside a fence, what comes before the fault."""
+        A statement ends with its last deeper line. If that is not Python, the deeper lines may be prose: then the
+        statement is its first line alone, or, outside a fence, the lines before the fault."""
         ends = list(self.statement_ends())
         _, fault = parsed(self.source(*ends[0]))
         if not self.fence and fault > 1:
@@ -262,7 +259,7 @@ class Reader:
         return dedented(lines)
 
     def add(self, source, nodes, end, is_cut):
-        """Add a statement, which ends at (index, column), and go on there."""
+        """Add a statement that ends at (index, column), and continue there."""
         index, column = end
         self.sources.append(source)
         is_inline = column and not self.fence and self.tick_index == self.index == index
@@ -278,8 +275,8 @@ class Reader:
         self.index = index
 
     def statement_ends(self):
-        """Possible ends of the statement that starts at the line, as (index of a line, column of the end in it): its
-        last deeper line or clause, a backtick or tag, and its first logical line."""
+        """Possible ends of the statement at the current line, as (index of a line, column of the end in it): its last
+        deeper line or clause, a backtick or tag, and its first logical line."""
         lines, index = self.lines, self.index
         indent = indent_of(lines[index])
         is_decorator = lines[index].startswith("@", indent)
@@ -300,8 +297,8 @@ class Reader:
         return (end, column), first_end
 
     def logical_line_end(self, index):
-        """(Index after the last line of the brackets, strings and backslashes of a line, 0), or (index, column) of the
-        first backtick or closing tag outside of strings: Python has none."""
+        """(Index after the logical line that begins at `index`, 0), or (index, column) of the first backtick or closing
+        tag outside of strings: Python has none."""
         depth, quote, is_joined = 0, None, True
         while index < len(self.lines) and (depth or quote or is_joined):
             line, position, is_joined = self.lines[index], 0, False
@@ -329,8 +326,8 @@ class Reader:
 
 
 def parse(source, mode="exec"):
-    """The syntax tree of a source. Where garbage is collected in the middle of it and another thread parses meanwhile,
-    Python 3.11 says SystemError of good code (its count of depths belongs to all threads); so it is tried again."""
+    """The syntax tree of a source. If garbage is collected meanwhile and another thread parses, Python 3.11 raises
+    SystemError on good code (all threads share its count of depths), so it is tried again."""
     for _ in range(9):
         with contextlib.suppress(SystemError):
             return ast.parse(source, "<answer>", mode)
@@ -339,7 +336,7 @@ def parse(source, mode="exec"):
 
 @functools.lru_cache(512)
 def parsed(source):
-    """(The statements of a source as syntax trees, 0), or (None, the line of its fault) where it is not Python."""
+    """(The statements of a source as syntax trees, 0), or (None, the line of its fault) if it is not Python."""
     try:
         return parse(source).body, 0
     except NO_PYTHON as error:
@@ -347,7 +344,8 @@ def parsed(source):
 
 
 def is_code(node):
-    """Does a statement have an effect? `Explanation`, `9`, `(see below)` and `Note: this` have none: they are prose."""
+    """Whether a statement has an effect. `Explanation`, `9`, `(see below)` and `Note: this` have none: they are prose.
+    """
     if isinstance(node, ast.AnnAssign):
         return node.value is not None
     if isinstance(node, ast.Expr):
@@ -360,8 +358,8 @@ def indent_of(line):
 
 
 def dedented(lines):
-    """The lines as a text, with the columns less that the first one has, of blanks alone: a line of a string may have
-    fewer."""
+    """The lines as a text, without the first line's indent. Lines with a smaller indent (of a string) lose all theirs.
+    """
     indent = indent_of(lines[0]) if lines else 0
     return "\n".join(line[:indent].lstrip(" \t") + line[indent:] for line in lines)
 
@@ -372,8 +370,8 @@ def dedented(lines):
 def chosen_pieces(pieces, tested):
     """(The pieces that are the answer, in order; whether they define a tested name and are not cut there).
 
-    Pieces that define a tested name decide where the answer is: in fences, in the open, or between backticks. All
-    pieces there count, and so do imports elsewhere."""
+    Pieces that define a tested name decide the place of the answer: in fences, in the open, or between backticks. All
+    pieces in this place count, and imports everywhere."""
     whole = set().union(*(piece.defined for piece in pieces if not piece.is_cut))
     pieces = [piece for piece in pieces if not (piece.is_cut and whole & piece.defined)]
     least, wanted = answer_place(pieces, tested)
@@ -382,7 +380,7 @@ def chosen_pieces(pieces, tested):
 
     chosen = [piece for piece in pieces if piece.place >= least or piece.imported]
     known = set().union(*(piece.bound for piece in chosen))
-    # helpers outside of the fence
+    # helper functions outside the fence
     chosen = [piece for piece in pieces if piece in chosen or piece.place > INLINE and piece.bound - known]
     chosen = without_excerpts(chosen)
     is_whole = any(not piece.is_cut and wanted & piece.bound for piece in chosen)
@@ -390,8 +388,8 @@ def chosen_pieces(pieces, tested):
 
 
 def without_excerpts(pieces):
-    """The pieces but for those that only show a part of a definition before them again, or signatures: they would take
-    the place of what they explain."""
+    """The pieces without those that only repeat a part of an earlier definition, or show signatures: they would replace
+    the definitions that they explain."""
     nodes = [node for piece in pieces for node in piece.nodes]
     whole = {node.name for node in nodes if isinstance(node, DEFINITIONS) and not is_signature(node)}
     text, rest = "\n", []
@@ -404,7 +402,7 @@ def without_excerpts(pieces):
 
 
 def is_signature(node):
-    """Is it a function without a body, such as `def total(values): ...`, or with a part of one: `...` among others?"""
+    """Whether it is a function without a body, such as `def total(values): ...`, or with `...` for a part of it."""
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return False
     for statement in node.body:
@@ -418,7 +416,7 @@ def is_signature(node):
 
 
 def answer_place(pieces, tested):
-    """(Where the answer is at least, the names that it is about); (INLINE, set()) where none defines anything."""
+    """(The least place of the answer's pieces, the names that decide it), or (INLINE, set()) without definitions."""
     definitions = set().union(*(piece.defined for piece in pieces))
     for field, wanted in (("defined", tested), ("imported", tested), ("bound", tested), ("defined", definitions)):
         places = [piece.place for piece in pieces if wanted & getattr(piece, field)]

@@ -28,11 +28,13 @@ SIMULATOR_SYSTEM = beside("prompts/frontend_simulator.txt")
 # ---------------------------------------------------------------------------------------------------------------------
 # pages in messages
 
-# A document begins where another tag follows: prose names <html>, too. What stands in RAW is text, whatever it says.
+# A document begins with <!doctype or <html> and another tag behind it: prose names <html>, too. The content of RAW is
+# text, whatever it says.
 START = r"<(?:!doctype|html)\b[^<>]*>(?:\s|<!--.*?-->)*+(?:<html\b[^<>]*>)?(?=\s*(?:<|\Z))"
 RAW = {kind: rf"<{kind}\b[^>]*>.*?(?:(?P<{kind}_end></{kind}\s*>)|\Z)"
        for kind in ("script", "style", "textarea", "title", "pre", "code")}
-RAW |= {"comment": r"<!--.*?(?:(?P<comment_end>-->)|\Z)",           # and a tag, whose values may hold tags
+RAW |= {"comment": r"<!--.*?(?:(?P<comment_end>-->)|\Z)",
+        # values in a tag may hold tags
         "tag": r"""<[a-z](?:=\s*+(?:"[^"]*+(?:"|\Z)|'[^']*+(?:'|\Z))|[^>])*+(?:(?P<tag_end>>)|\Z)"""}
 OPENS = r"(?<![`~])(?P<fence>```++|~~~++)[^\n`~]*\n"
 BEGIN = re.compile(rf"{OPENS}(?=\s*<[!?a-z])|{START}", re.DOTALL | re.IGNORECASE)
@@ -45,11 +47,12 @@ CLOSING_TAG = re.compile(r"</([a-z][a-z0-9]*)\s*>", re.IGNORECASE)
 
 
 def page_of(text):
-    """The HTML page in an agent's turn; None if there is none.
+    """The HTML page in an agent's turn, or None. It is the first of these that exists:
 
-    It is the last document, fenced or not, or else the last fenced block that starts with a tag. If there is none, it
-    goes from <!doctype or <html to the last </html> (or to the end). Otherwise it is the result of elements_of, if that
-    is more than half of the turn: a question may also name a <b>tag</b>."""
+    1. the last document, fenced or not;
+    2. the last fenced block that starts with a tag;
+    3. the text from <!doctype or <html to the last </html> or the end;
+    4. the result of elements_of, if it is more than half of the turn: a question may also name a <b>tag</b>."""
     pages = pages_in(text)
     if pages:
         return next(filter(DOCUMENT.search, reversed(pages)), pages[-1])
@@ -62,7 +65,7 @@ def page_of(text):
 
 
 def pages_in(text):
-    """The documents in a text, and the fenced blocks that begin with a tag."""
+    """The documents in a text, and its fenced blocks that begin with a tag."""
     pages, position, kinds = [], 0, tuple(RAW)
     while begin := BEGIN.search(text, position):
         first = begin.end() if begin["fence"] else begin.start()
@@ -73,18 +76,18 @@ def pages_in(text):
 
 @functools.cache
 def parts_of_page(fence, kinds):
-    """A pattern for what says where a page ends that is in a fence (or None), and for RAW text of some kinds."""
+    """A pattern for all that can end a page inside a fence (or None), and for RAW text of some kinds."""
     raw = "".join(f"|(?P<{kind}>{RAW[kind]})" for kind in kinds)
     pattern = rf"{CLOSE.format(fence=fence or NEVER)}|(?P<start>(?:{OPENS}\s*)?{START})|(?P<end></html\s*>){raw}"
     return re.compile(pattern, re.DOTALL | re.IGNORECASE | re.MULTILINE)
 
 
 def end_of_page(text, first, fence, kinds):
-    """(Where the page ends that begins at `first`, behind this fence or None; where to look for the next; the kinds of
-    RAW that may still end in the text, of `kinds`). What nothing ends is no raw text: a <code> in a sentence, say.
+    """Returns (end of the page, where to look for the next page, those of `kinds` whose RAW text may still end).
+    The page begins at `first`, behind `fence` (or None). Raw text that nothing ends is none: a <code> in a sentence.
 
-    A fence ends at a line of its own, or behind a tag at the end of a line. In a document it is text; it ends only one
-    that has no </html>."""
+    A fence ends at a line of its own, or behind a tag at the end of a line. Inside a document a fence is text, unless
+    the document has no </html>."""
     is_in_document, document_end, close, end = False, None, None, len(text)
     position = first
     while part := parts_of_page(fence, kinds).search(text, position):
@@ -113,8 +116,8 @@ def end_of_page(text, first, fence, kinds):
 
 
 def elements_of(text):
-    """The text from the first tag that is closed later to the last ">"; None if there is no such tag."""
-    closed = {match[1].lower(): match.start() for match in CLOSING_TAG.finditer(text)}       # where for the last time
+    """The text from the first tag that is closed later to the last ">", or None if there is no such tag."""
+    closed = {match[1].lower(): match.start() for match in CLOSING_TAG.finditer(text)}       # {tag: its last end}
     for match in OPENING_TAG.finditer(text):
         if closed.get(match[1].lower(), -1) >= match.end():
             return text[match.start():text.rindex(">") + 1]
@@ -122,7 +125,7 @@ def elements_of(text):
 
 
 def last_page(history):
-    """The current page of a dialogue: that of the last agent turn with a page; None if there is none."""
+    """The current page of a dialogue: that of the last agent turn with a page, or None."""
     for turn in reversed(history):
         if turn["role"] == "assistant" and (page := page_of(turn["content"])):
             return page
@@ -138,42 +141,20 @@ FAMILIES = PAGES["families"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the user simulator that is a model: it looks at images
-
-def viewer_messages(task, history, solution, page):
-    """The chat for a simulator model, with images (paths; page: None if none was sent)."""
-    message = history[-1]["content"]
-    sent_page = page_of(message)
-    words = message.replace(sent_page, "[the page]") if sent_page else message
-    question = f"What the assistant says:\n{words}\n\nWhat do I answer?"
-    content = [text_part("The page that I want:"), {"type": "image", "path": solution}]
-    if page:
-        content += [text_part("The page that the assistant made:"), {"type": "image", "path": page}]
-    else:
-        question = f"The assistant has made no page that can be shown.\n{question}"
-    system = [text_part(SIMULATOR_SYSTEM.format(**task))]
-    return [{"role": "system", "content": system}, {"role": "user", "content": [*content, text_part(question)]}]
-
-
-def text_part(text):
-    return {"type": "text", "text": text}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the user simulator by rule: names what differs
+# the rule-based user simulator: names the differences
 
 LOOK = beside("look.js")
 COUNTS = PAGES["counts"].split()
-# aspect: what the user calls it, how they say what it should be
+# {aspect: [what the user calls it, the key of its sayings]}
 ASPECTS, SAYINGS = PAGES["aspects"], PAGES["sayings"]
-# Aspects of a part, of which the user speaks only if it is there.
+# Aspects of a part that are only mentioned if it is there
 PROPERTIES = ("sidebar colour", "card columns", "card colour", "button colour", "title place", "font")
 HUES = PAGES["hues"]                                    # [where it ends in degrees, its name]
 
 
 @functools.cache
 def colour_names():
-    """{(red, green, blue): its name in CSS}; of two names the usual one."""
+    """{(red, green, blue): its name in CSS}, the usual one of two names."""
     from PIL import ImageColor
     names = [name for name in sorted(ImageColor.colormap) if "grey" not in name]        # cyan, not aqua
     return {ImageColor.getrgb(name): name for name in names}
@@ -220,7 +201,7 @@ def looks_alike(a, b):
 
 
 def page_differences(wanted_spec, page_spec):
-    """[(aspect, what is wanted, what the page has, its area)], the largest area first."""
+    """[(aspect, wanted value, the page's value, area)], the largest area first."""
     differences = []
     for aspect, (wanted, area) in wanted_spec.items():
         present, present_area = page_spec[aspect]
@@ -243,8 +224,8 @@ def wish(aspect, wanted, present, rng):
 
 
 def page_reply(wanted_spec, page_spec, rng):
-    """The rule-based user's reply to a page: the largest differences by area, at most two, or that there is none. Specs
-    are the output of look.js; None for the page: the agent has sent none."""
+    """The rule-based user's reply to a page: the two largest differences by area, or that there is none. Specs are the
+    output of look.js. page_spec is None if the agent has sent no page."""
     if page_spec is None:
         return rng.choice(SAYINGS["no page"])
     differences = page_differences(wanted_spec, page_spec)
@@ -256,10 +237,10 @@ def page_reply(wanted_spec, page_spec, rng):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what the user has asked for
+# what the user asks for
 
 def asked_values(task, reply):
-    """{slot: code} that a reply asks for: the value's name behind the topic's in the same sentence."""
+    """{slot: code} that a reply asks for: the name of the value follows the topic in the same sentence."""
     asked = {}
     for sentence in re.split(r"(?<=[.?])\s", reply):
         for slot in task["slots"]:
@@ -269,21 +250,19 @@ def asked_values(task, reply):
     return asked
 
 
-@functools.lru_cache(100_000)                                       # each later turn asks again
+@functools.lru_cache(100_000)                                       # each later turn asks again for the earlier turns
 def names_value(sentence, topic, name):
-    """Whether a sentence says a topic, and behind it the name of a value; "no footer" says both at once."""
+    """Whether a sentence has a topic, and after it the name of a value; "no footer" is both."""
     texts = [name] if topic in name else [topic, name]
-    words = []
-    for text in map(re.escape, texts):
-        words.append(rf"(?<![\w-]){text}(?![\w-])")
-    return re.search(".*".join(words), sentence) is not None
+    pattern = ".*".join(rf"(?<![\w-]){re.escape(text)}(?![\w-])" for text in texts)
+    return re.search(pattern, sentence) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the scripted designer
 
 def page_values(task, text):
-    """{slot: code} of a page that was made from the task's template, or None."""
+    """{slot: code} of a page made from the task's template, or None."""
     pattern = ""
     for literal, slot, _, _ in string.Formatter().parse(task["template"]):
         pattern += re.escape(literal)
@@ -294,7 +273,7 @@ def page_values(task, text):
 
 
 def last_values(task, history):
-    """(page_values of the last page that was sent, or None; what the user has said since)."""
+    """(page_values of the last page, or None; what the user has said since)."""
     values, replies = None, []
     for turn in history:
         if turn["role"] == "user":
@@ -305,7 +284,7 @@ def last_values(task, history):
 
 
 def guess(slot, rng, informed):
-    """The value that the designer takes for a slot that nobody has spoken of; informed: mostly the right one."""
+    """The designer's value for a slot that nobody has mentioned; informed: mostly the right one."""
     if slot["told"] or informed and rng.random() < 0.75:
         return slot["code"]
     return rng.choice(slot["guesses"])
@@ -322,12 +301,11 @@ def scripted_turn(task, history, max_rounds, rng, informed=False):
     luck = rng.random()
     if luck < talk:
         return rng.choice(PAGES["talk"])
+    changes, thought = {}, "I keep the page."
     if not values:
         values = {name: guess(slot, rng, informed) for name, slot in slots.items()}
-        return scripted_page(task, values, "I begin with a simple page.", rng)
-
-    changes = {}
-    if luck >= talk + repeat:
+        thought = "I begin with a simple page."
+    elif luck >= talk + repeat:
         for name, code in asked_values(task, replies).items():
             if rng.random() < forget:
                 code = rng.choice([values[name], *slots[name]["guesses"]])
@@ -335,21 +313,19 @@ def scripted_turn(task, history, max_rounds, rng, informed=False):
         if rng.random() < change:
             name = rng.choice(list(slots))
             changes.setdefault(name, guess(slots[name], rng, informed))
-    topics = list(dict.fromkeys(slots[name]["topic"] for name in changes))
-    thought = f"I change the {' and the '.join(topics)}." if topics else "I keep the page."
-    return scripted_page(task, values | changes, thought, rng)
-
-
-def scripted_page(task, values, thought, rng):
-    """A page of the task's template, in one of three turns with a thought."""
-    page = task["template"].format(**values)
-    if rng.random() < 1 / 3:
-        return f"{thought}\n{OUTPUT}\n{page}"
-    return page
+    if changes:
+        topics = dict.fromkeys(slots[name]["topic"] for name in changes)
+        thought = f"I change the {' and the '.join(topics)}."
+    page = task["template"].format(**values | changes)
+    return f"{thought}\n{OUTPUT}\n{page}" if rng.random() < 1 / 3 else page
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the browser, scores, and the user simulators
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
 
 class PageEnvironment(Environment):
     """The browser, the similarity of screenshots, and the user simulator. similarity=None: only renders pages."""
@@ -367,8 +343,8 @@ class PageEnvironment(Environment):
         self.browser.close()
 
     async def rendered(self, task, history, **options):
-        """(the solution, the page so far) as Render; the second is None where the agent has sent none. A page that
-        cannot be shown leaves "render_fault" in the agent's turn; InputError if it is the solution."""
+        """The Renders of the solution and of the current page (None if the agent has sent none). Sets "render_fault" in
+        the agent's turn if its page cannot be shown. Raises InputError if the solution cannot."""
         solution = await self.browser.render(task["ground_truth"], **options)
         if solution.fault:
             raise InputError(f"task {task_id(task)}: its solution cannot be rendered: {solution.fault}")
@@ -384,11 +360,22 @@ class PageEnvironment(Environment):
         return page_reply(solution.spec, page_spec, rng)
 
     async def simulator_chat(self, task, history):
+        """Messages with images (paths)."""
         solution, page = await self.rendered(task, history)
-        return viewer_messages(task, history, solution.image, page.image if page else None)
+        message = history[-1]["content"]
+        sent_page = page_of(message)
+        words = message.replace(sent_page, "[the page]") if sent_page else message
+        question = f"What the assistant says:\n{words}\n\nWhat do I answer?"
+        content = [text_part("The page that I want:"), {"type": "image", "path": solution.image}]
+        if page and page.image:
+            content += [text_part("The page that the assistant made:"), {"type": "image", "path": page.image}]
+        else:
+            question = f"The assistant has made no page that can be shown.\n{question}"
+        system = [text_part(SIMULATOR_SYSTEM.format(**task))]
+        return [{"role": "system", "content": system}, {"role": "user", "content": [*content, text_part(question)]}]
 
     async def verdicts(self, pairs, explain):
-        """"reward": the similarity of the screenshots, "image", "reference_image": their files, "render_fault"."""
+        """"reward": the similarity of the screenshots; "image", "reference_image": their files; "render_fault"."""
         pages = [page for task, answer in pairs for page in (task["ground_truth"], answer)]
         renders = await self.render_all(pages)
         image_pairs = [(renders[task["ground_truth"]].image, renders[answer].image) for task, answer in pairs]
@@ -404,7 +391,7 @@ class PageEnvironment(Environment):
         return rows
 
     async def render_all(self, pages):
-        """{page: its Render}. An empty page, which is no answer, has an empty Render."""
+        """{page: its Render}. "" stands for no answer, and has an empty Render."""
         pages = sorted({*pages} - {""})
         renders = await asyncio.gather(*map(self.browser.render, pages))
         return {"": Render(None, None, None), **dict(zip(pages, renders))}
@@ -432,6 +419,7 @@ class Frontend(Domain):
     REPLY_CHARS, REPLY_TOKENS = 1000, 320
     SIMULATOR_SEES = True
     MIN_RETURN_GAP = 0.1
+    ANSWERS_EARLY = False
     SCORE_KEYS = "reward", "similarity", "image", "reference_image", "render_fault"
     COLUMNS = (("no_page", "no page", ".3f"), ("failed_renders", "not rendered", "d"))
     MEANINGS = {"no page": "share of the answers that are no page",
@@ -502,19 +490,15 @@ class Frontend(Domain):
         """The text after "OUTPUT:", if the message has it."""
         return message.split(OUTPUT, 1)[1].strip() if OUTPUT in message else message
 
-    ANSWERS_EARLY = False
-
     def answer_of(self, history, is_last):
-        """After the last round the last page that was sent; "" if there was none."""
-        if not is_last:
-            return None
-        return last_page(history) or ""
+        """The last page, after the last round; "" if there is none."""
+        return (last_page(history) or "") if is_last else None
 
     def lacks(self, task, player):
         return "slots" if player == "script" and "slots" not in task else None
 
     def leak_of(self, task, reply):
-        """A reply leaks if it shows tags. It may name texts of the page."""
+        """A reply leaks if it has tags. It may name texts of the page."""
         if "```" in reply:
             return "fence"
         return "code" if re.search(r"</?[a-zA-Z][^<>]*>", reply) else None
@@ -552,8 +536,8 @@ class Frontend(Domain):
         return metrics
 
     def facts(self, task, history):
-        """The facts of a page are its slots; the text of a fact is a slot and its value. Known facts are those that the
-        idea states or the user has correctly asked for."""
+        """The facts of a page are its slots, as "slot: value". A known one is in the idea, or the user has correctly
+        asked for it."""
         if "slots" not in task:
             return None
         asked = set()

@@ -29,6 +29,7 @@ class Own(Domain):
     AGENT_SYSTEM = ""
     SCORE_KEYS = ()
     MIN_RETURN_GAP = 1e-6
+    ANSWERS_EARLY = False
     Environment = OwnEnvironment
 
     def as_trajectory(self, row, where):
@@ -58,8 +59,6 @@ class Own(Domain):
 
     def check_task(self, task, where):
         pass
-
-    ANSWERS_EARLY = False
 
     def answer_of(self, history, is_last):
         return history[-1]["content"] if is_last else None

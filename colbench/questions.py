@@ -1,4 +1,5 @@
-"""The questions that a test asks an answer, and verdicts on the replies. An answer's objects are never compared.
+"""Splits a test into what the answer computes and what is computed elsewhere, and judges the values. An answer's
+objects are never compared.
 
     test = Test("abs(f(2) - 6.14) < .001")          # a comparison, operator "Lt", of two sides
     test.whole                                      # "((abs(f(2) - 6.14)), (0.001))", put to the solution
@@ -25,17 +26,17 @@ DEPENDENT = ast.Starred, ast.Slice, ast.FormattedValue              # expression
 
 
 class Test:
-    """A test, as it is put to code, and what the solution says to it.
+    """A test, and its values on the solution.
 
     call: its expression
-    operator: the name of a comparison of two sides in ast, else None
-    sides: the syntax trees of the two sides, or of the call; none where the call cannot be read
-    whole: the expression that is put to the solution
+    operator: if it is a comparison of two sides, the operator's name in ast, else None
+    sides: the syntax trees of the two sides, or of the call; empty if the call cannot be parsed
+    whole: the expression that the solution evaluates
     asks: the syntax trees of what answers evaluate; all else is evaluated with their values
-    asked: the expression that is put to answers, a tuple where they have several asks
-    parts: the sides of which something is asked, but not the whole
-    rest: the expression of the parts without the asks; None where there are none
-    is_settled: do the solution's own values, put together by the rest, give what the whole gives?
+    asked: the expression that answers evaluate, a tuple if there are several asks
+    parts: the sides that contain an ask, but are none
+    rest: the expression of the parts, with names in place of the asks; None if there are no parts
+    is_settled: whether the rest gives the same as the whole if the asks have the solution's values
     value: what an answer must give: ["ok", value], or ["error", why the test cannot be graded]
     on_solution: the values of the sides
     asked_on_solution: the values of the asks"""
@@ -60,15 +61,15 @@ class Test:
         return self.value[0] == "ok"
 
     # ----------------------------------------------------------------------------------------------------------------
-    # what is asked of answers
+    # what answers evaluate
 
     def find_asks(self, names):
-        """Ask the smallest parts of the sides that only an answer can evaluate, with what tells nothing around them.
-        RecursionError where an expression is nested too deep."""
+        """Set the asks: the smallest parts of the sides that only an answer can evaluate, grown as far as that tells
+        the answer nothing. Raises RecursionError if an expression is nested too deep."""
         names_here = {node.target.id for side in self.sides for node in ast.walk(side)
                       if isinstance(node, ast.NamedExpr)}
         asks = [ask for side in self.sides for ask in asks_in(side, names)]
-        if any(reads(ask, names_here) for ask in asks):             # what `:=` names elsewhere
+        if any(reads(ask, names_here) for ask in asks):             # a name that `:=` sets elsewhere
             self.ask([side for side in self.sides if not is_literal(side)])
             return
         self.ask(asks)
@@ -76,30 +77,30 @@ class Test:
             self.ask(grown)
 
     def ask(self, asks):
-        """Put these parts of the sides (syntax trees) to answers."""
+        """Make these parts of the sides (syntax trees) the asks."""
         self.asks = asks
         self.asked = together(map(ast.unparse, asks)) if asks else ""
         asked_of = {self.ancestors(ask)[-1] for ask in asks}
-        has_names = ":=" in self.call and asks                      # then one side may need what another names
+        has_names = ":=" in self.call and asks                      # one side may need a name that another sets
         self.parts = [side for side in self.sides if side not in asks and (side in asked_of or has_names)]
         texts = [with_placeholders(side, asks) for side in self.parts]
         self.rest = together(texts) if texts else None
 
     def ancestors(self, node):
-        """A part of a side, what stands around it, and so on, to the side."""
+        """A part of a side, the expressions around it, and the side itself, from the inner to the outer."""
         nodes = [node]
         while nodes[-1] not in self.sides:
             nodes.append(self.parents[nodes[-1]])
         return nodes
 
     def without_inner(self, asks):
-        """The asks that lie in no other, each once."""
+        """The asks without repeats, and without those inside another ask."""
         asks = list(dict.fromkeys(asks))
         return [ask for ask in asks if not any(node in asks for node in self.ancestors(ask)[1:])]
 
     def grown(self, ask):
-        """An ask with what stands around it and tells nothing of the value that is wanted, so that an answer may return
-        what the test then makes data of (`list(f(3))`): an attribute, or a call with nothing but asks and builtins."""
+        """The expression around an ask, if it tells nothing about the wanted value: an attribute, or a call with only
+        asks and builtins. Otherwise the ask. So an answer may return an iterator if the test is `list(f(3))`."""
         if ask in self.sides:
             return ask
         parent = self.parents[ask]
@@ -115,17 +116,17 @@ class Test:
         return parent if isinstance(parent, ast.Attribute) else ask
 
     def larger(self, ask):
-        """The next larger part around an ask; the ask itself where it is a whole side."""
+        """The next larger part around an ask, or the ask itself if it is a whole side."""
         for node in self.ancestors(ask)[1:]:
             if isinstance(node, ast.expr) and not isinstance(node, DEPENDENT):
                 return node
         return ask
 
     # ----------------------------------------------------------------------------------------------------------------
-    # what the solution says
+    # the solution's values
 
     def learn_solution(self, result, names):
-        """Take what the solution gives for the whole: ["ok", value] or ["error", reason]."""
+        """Take the solution's result for the whole: ["ok", value] or ["error", reason]."""
         self.value = result
         if result[0] == "error":
             return
@@ -150,8 +151,8 @@ class Test:
             self.is_settled = True
 
     def settle(self, result, rest_result):
-        """Take what the solution gives for `asked`, and the rest with it. Where it is no data, as an iterator is not,
-        or does not give the sides again, larger parts of them are asked."""
+        """Take the solution's result for `asked`, and the rest's result with it. If the former is no data (an
+        iterator), or if they do not give the sides' values, make larger parts of the sides the asks."""
         values = self.values(result)
         sides = self.values_of_sides(values, rest_result)
         if sides and all(map(equal_values, sides, self.on_solution)):
@@ -163,34 +164,30 @@ class Test:
         self.ask(larger)
 
     def numbers(self):
-        """The floats among what the solution gives."""
+        """The floats among the solution's values."""
         return numbers_in([*self.on_solution, *self.asked_on_solution])
 
     def judge(self, tolerance):
-        """See what the sides of a comparison say, when it is known what numbers the task has."""
+        """Evaluate the comparison on the solution's values, now that the numbers of the whole task are known."""
         self.tolerance = tolerance
         if self.operator and self.is_gradeable:
             self.value = compared(self.operator, self.on_solution, tolerance)
 
     def is_doubtful(self, names):
-        """Might an answer that defines nothing give a value? (Not where a side is the call of a tested function.)"""
+        """Whether an empty answer might give a value: unless a side is the call of a tested function."""
         return not any(calls_tested(side, names) for side in self.sides)
 
     def learn_nothing(self, result):
-        """Take what an empty answer gives for the whole: a test that it passes asks the answer nothing."""
+        """Take an empty answer's result for the whole: a test that it passes asks the answer nothing."""
         sides = values_of(result, len(self.sides)) if self.operator else [result[1]]
         if result[0] == "ok" and sides and self.result_of(sides) == self.value:
             self.value = ["error", ASKS_NOTHING]
 
-    def asks_for_none(self):
-        """Does the solution give None to all that is asked? Then an empty function gives the same."""
-        return self.asked_on_solution.count(None) == len(self.asked_on_solution)
-
     # ----------------------------------------------------------------------------------------------------------------
-    # what an answer says
+    # an answer's values
 
     def as_asked(self, values):
-        """The value of `asked`, where the asks have these values."""
+        """The value of `asked` if the asks have these values."""
         return values[0] if len(values) == 1 else ["tuple", *values]
 
     def values(self, result):
@@ -200,7 +197,7 @@ class Test:
     def result(self, result, rest_result):
         """The test's result, ["ok", value] or ["error", why not], if an answer gives `result` for `asked` and the rest,
         with these values, gives `rest_result`."""
-        if result[0] == "error" or not self.is_gradeable:
+        if result[0] == "error":
             return result
         values = self.values(result)
         if values is not None and self.rest is not None and rest_result[0] == "error":
@@ -209,7 +206,7 @@ class Test:
         return BROKEN if sides is None else self.result_of(sides)
 
     def values_of_sides(self, values, rest_result):
-        """The values of the sides, where the asks have these values; None where these or the rest have none."""
+        """The values of the sides if the asks have these values. None if these or the rest have no values."""
         rest_values = values_of(rest_result, len(self.parts)) if self.parts else []
         if values is None or rest_values is None:
             return None
@@ -231,16 +228,16 @@ class Test:
         return ["error", "another value on one side of the comparison"]
 
 
-# The names in the calls of a task: those that the solution lends to answers (its imports), and those that are tested,
-# which answers must define
+# The names in the calls of a task. lent: the solution's imports, which answers may use. tested: answers must define
+# them
 Names = namedtuple("Names", "lent tested")
 
 
 def names_of(sent):
-    """The Names, from what the solution sent (sandbox_worker.imported_names).
+    """The Names, from the names that the solution sent (sandbox_worker.imported_names).
 
-    Tested is what it defines itself, but for builtins (helpers, as a rule). If there is nothing: those builtins. If
-    there are none: the first name that a call reads, though it is imported."""
+    The names that it defines are tested, except builtins (mostly helpers). If there are none: the builtins that it
+    defines. If there are none, either: the first name that a call reads, although it is imported."""
     imported = {name for name, module, _ in sent if module}
     defined = {name for name, module, _ in sent if not module}
     tested = {name for name in defined if not hasattr(builtins, name)} or defined
@@ -253,7 +250,7 @@ def names_of(sent):
 # expressions
 
 class Placeholders(ast.NodeTransformer):
-    """Puts names in the place of the parts of an expression that are `asks`."""
+    """Replaces the asks in an expression by names."""
 
     def __init__(self, asks):
         self.asks = asks
@@ -275,8 +272,8 @@ def with_placeholders(node, asks):
 
 
 def asks_in(node, names):
-    """The smallest parts of an expression that need the answer: calls of what is tested, its name elsewhere, and
-    around these what has variables of its own, or may not come to evaluate them, or sets something up before."""
+    """The smallest parts of an expression that need the answer: tested names, and their calls. Each grows to an
+    expression around it that has variables of its own, may not evaluate it, or evaluates a set-up before it."""
     if is_tested(node, names) or calls_tested(node, names):
         return [node]
     children = list(ast.iter_child_nodes(node))
@@ -296,7 +293,7 @@ def asks_in(node, names):
 
 
 def reads(node, names_here):
-    """Does an expression read one of these names that it does not name itself?"""
+    """Whether an expression reads one of these names without setting it."""
     inside = {inner.target.id for inner in ast.walk(node) if isinstance(inner, ast.NamedExpr)}
     return any(isinstance(inner, ast.Name) and inner.id in names_here - inside for inner in ast.walk(node))
 
@@ -314,12 +311,12 @@ def is_tested(node, names):
 
 
 def calls_tested(node, names):
-    """Does an expression call, by its name, what is tested?"""
+    """Whether an expression is the call of a tested name."""
     return isinstance(node, ast.Call) and is_tested(node.func, names)
 
 
 def compares(node, names):
-    """Is there a comparison in an expression, outside of what it passes to what is tested?"""
+    """Whether an expression has a comparison outside the calls of tested names."""
     if calls_tested(node, names):
         return False
     if isinstance(node, ast.Compare):
@@ -328,7 +325,7 @@ def compares(node, names):
 
 
 def together(expressions):
-    """The text of one expression alone, or of a tuple of several."""
+    """The text of an expression, or of a tuple of several."""
     first, *others = expressions
     return f"(({'), ('.join([first, *others])}))" if others else first
 
@@ -337,7 +334,7 @@ def together(expressions):
 # values, as values.encode() gives them
 
 def values_of(result, number):
-    """The values in the result of a tuple of so many, or of one expression alone; None where they are not there."""
+    """The values in the result of one expression, or of a tuple of `number` expressions. None if there are none."""
     if result is None or result[0] == "error":
         return None
     value = result[1]
@@ -348,7 +345,7 @@ def values_of(result, number):
 
 
 def compared(operator_name, sides, tolerance):
-    """["ok", 1 or 0]: does a comparison of two encoded values hold? ["error", why] where values do not say so."""
+    """["ok", 1 or 0]: whether a comparison of two encoded values holds. ["error", why] if that is not defined."""
     try:
         return ["ok", int(holds(operator_name, *sides, tolerance))]
     except TypeError as error:
@@ -356,7 +353,7 @@ def compared(operator_name, sides, tolerance):
 
 
 def holds(kind, a, b, tolerance=None):
-    """Does a comparison of two encoded values hold? TypeError where values do not say so.
+    """Whether a comparison of two encoded values holds. Raises TypeError if that is not defined for them.
     Equal values may differ by the rounding of floats (`tolerance`); all other comparisons are exact."""
     if "array" in [side[0] for side in (a, b) if type(side) is list]:
         raise TypeError("a comparison with an array")

@@ -6,10 +6,10 @@
         # [["ok", 2], ["error", "TypeError: unsupported operand …"]]
 
 It starts `python sandbox_worker.py LAYER WORK_DIR SITE_PACKAGES …`, the server, with a socket as its stdin and stdout.
-For each request the server receives a HEADER and the ends of two fresh pipes, and forks; the fork is confined, reads
-the request and writes a JSON line for each result. A HEADER without pipes kills the fork. Each line is read under one
-deadline and one limit of bytes, and taken only if it has the form that is expected next. docs/scorer.md says what the
-layers "namespaces", "landlock" and "rlimits" keep out, and what they do not.
+For each request the server receives a HEADER and the ends of two new pipes, and forks. The fork is confined, reads the
+request and writes a JSON line for each result. A HEADER without pipes kills the fork. Each line has a deadline and a
+limit of bytes, and is refused unless it has the form that comes next. docs/scorer.md says what the layers "namespaces",
+"landlock" and "rlimits" keep out, and what they do not.
 """
 import contextlib
 import functools
@@ -34,12 +34,12 @@ from colbench.values import is_encoded
 
 REQUEST_LIMIT = 1 << 20         # characters of an answer's code and calls
 END_LIMIT_S = 10                # to remove the files that answers left
-LOOK_S = .01                    # how often the caller looks at what a running answer has written
+LOOK_S = .01                    # seconds between two looks at the output of a running answer
 PROGRAM = os.path.abspath(sandbox_worker.__file__)
-# What no answer can read. Of an installed colbench this program can be read, as other packages can.
+# A file that no answer can read. An installed colbench is readable, like all packages.
 HIDDEN = "/etc/passwd" if "-packages/colbench/" in PROGRAM else PROGRAM
 TIME_LIMIT, ANSWER_TIME_LIMIT = "time limit", "time limit of the whole answer"
-CLOCK = 10                      # seconds of the clock, for each second of processor time: a long stop
+CLOCK = 10                      # seconds of the clock that an answer may take for each second of processor time
 TIME_SIGNALS = signal.SIGPROF, signal.SIGXCPU
 Run = namedtuple("Run", "values imports has_loaded reason seconds")
 PROBE = """import errno, mmap, os, socket, wave
@@ -63,7 +63,7 @@ def probe():
 IMPORT_TYPES = [str, str, str], [str, str, type(None)], [str, type(None), type(None)]
 
 
-# Python's compiler could warn of a call (`f(1) is 1`), on the terminal
+# Python's compiler would print warnings about calls such as `f(1) is 1`
 warnings.filterwarnings("ignore", category=SyntaxWarning, module="<call>")
 
 
@@ -99,7 +99,7 @@ class Sandbox:
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(10)
-        self.child.kill()                           # nothing, where it has ended
+        self.child.kill()                           # does nothing if it has ended
         self.child.wait()
         if self.folder and empty(self.folder, END_LIMIT_S):
             os.rmdir(self.folder)
@@ -121,12 +121,12 @@ class Sandbox:
             raise LayerError(str(error)) from None
 
     def run(self, code, calls, time_limit_s, imports=None, **more):
-        """Results of the calls, ["ok", value] or ["error", reason] each, and of a solution (imports=None) what it
-        imported and defined of the names in the calls (sandbox_worker.imported_names).
-        A call that takes too long or ends its process costs its own result: a new process goes on with the next.
+        """Returns (results, imported names). Each result is ["ok", value] or ["error", reason]. The names are those of
+        sandbox_worker.imported_names if the code is a solution (imports=None), otherwise None.
+        If a call takes too long or ends its process, only its own result is lost: a new process goes on with the next.
 
-        renewed: so many calls run in one process, and those after them in another.
-        given: for each call {name: encoded value}, names that it may read.
+        renewed: number of calls that run in a first process; the others run in a second one.
+        given: for each call {name: encoded value}, further names that it may read.
         reference: the solution, for sandbox_worker.run_compat."""
         reference, given, renewed = more.get("reference"), more.get("given"), more.get("renewed", 0)
         if sum(map(len, (code, reference or "", *calls[renewed:]))) > REQUEST_LIMIT:
@@ -148,15 +148,15 @@ class Sandbox:
             values += run.values
             imported = imported or run.imports
             if len(values) < len(calls) and run.reason != "restart":
-                # Code that does not even load would not load again; the published evaluation does not go on at all.
+                # Code that does not load would not load again; the published evaluation never goes on.
                 goes_on = run.has_loaded and reference is None
                 values += [["error", run.reason]] * (1 if goes_on else len(calls) - len(values))
         return values, imported
 
     def run_process(self, request, left_s):
-        """The Run of one process: its results so far, what it imported, whether the code had loaded, why it ended, and
-        the seconds that it took of the left_s. RuntimeError if the server cannot be used; nothing that the code does
-        is one."""
+        """The Run of one process: its results, what it imported, whether the code had loaded, why it ended, and how
+        many of the left_s seconds it took. Raises RuntimeError if the server cannot be used; the code cannot cause
+        that."""
         data = marshal.dumps(request)
         try:
             with pipe() as (their_requests, requests), pipe() as (results, their_results):
@@ -175,7 +175,7 @@ class Sandbox:
         except (OSError, Stop) as error:
             raise RuntimeError(f"the scorer's child program cannot run anything: {error}") from None
         last_signal, processor_s = json.loads(self.reply())["end"]
-        if run.reason == TIME_LIMIT:                                # by the clock: it sleeps, and that counts
+        if run.reason == TIME_LIMIT:                                # by the clock: it slept, which counts
             return run._replace(seconds=time.monotonic() - began)
         is_late = run.reason == "process ended" and last_signal in TIME_SIGNALS
         return run._replace(reason=TIME_LIMIT if is_late else run.reason,
@@ -203,7 +203,7 @@ def pipe():
 
 
 def read_results(lines, request, ends):
-    """The Run of a process that is ready; it may go on until `ends`."""
+    """The Run of a process that is ready, until the time `ends`."""
     values, imports, has_loaded, reason = [], None, False, ""
     load_s, call_s = request["limits"]
     try:
@@ -221,31 +221,39 @@ def read_results(lines, request, ends):
 
 
 class Stop(Exception):
-    """Why the results of a process end early."""
+    """The reason why the results of a process end early."""
 
 
 class Lines:
-    """Messages, a JSON line each, from a descriptor that untrusted code may write to.
+    """Messages, one JSON line each, from a descriptor that untrusted code may write to.
 
-    They are read when the server says, on the descriptor `server`, that the process has ended, and every LOOK_S until
-    then: so an answer that writes 20 lines in 2 ms wakes the caller once. The rest of a line is read as it comes."""
+    They are read every LOOK_S, and when the server says on the descriptor `server` that the process has ended: an
+    answer that writes 20 lines in 2 ms wakes the caller once. Once a line has begun, its rest is read as it comes."""
 
     def __init__(self, descriptor, server):
         self.descriptor, self.server, self.buffer = descriptor, server, bytearray()
-        self.has_ended = False                      # does the server say so?
+        self.has_ended = False                      # whether the server has said so
         os.set_blocking(descriptor, False)
 
     def expect(self, valid, deadline):
-        """The next message; Stop if it is not valid(message), is too long, or comes after the deadline. What is read in
-        between, a byte at a time perhaps, moves neither the deadline nor the limit."""
+        """The next message. Raises Stop if it is not valid(message), too long, or later than the deadline, which parts
+        of a line do not extend."""
         while b"\n" not in self.buffer:
             if len(self.buffer) > RESULT_LIMIT:
                 raise Stop("a result that is too large")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise Stop(TIME_LIMIT)
-            if not self.read():
+            try:
+                more = os.read(self.descriptor, 1 << 16)
+            except BlockingIOError:                                 # nothing has been written
+                if self.has_ended:
+                    raise Stop("process ended") from None
                 self.wait(left_s)
+                continue
+            if not more:
+                raise Stop("process ended")
+            self.buffer += more
         line, _, self.buffer = self.buffer.partition(b"\n")
         with contextlib.suppress(ValueError, RecursionError):
             message = json.loads(line.decode())
@@ -253,22 +261,8 @@ class Lines:
                 return message
         raise Stop("a broken result")
 
-    def read(self):
-        """Read what has been written, if anything; Stop where nothing more can come."""
-        try:
-            more = os.read(self.descriptor, 1 << 16)
-        except BlockingIOError:
-            if self.has_ended:
-                raise Stop("process ended") from None
-            return False
-        if not more:
-            raise Stop("process ended")
-        self.buffer += more
-        return True
-
     def wait(self, left_s):
-        """Wait until the process has ended, or it is time to look, or more of a line has come whose beginning is here.
-        """
+        """Wait until the process has ended, the time LOOK_S is over, or more of a begun line has come."""
         waited = select.poll()
         waited.register(self.server, select.POLLIN)
         if self.buffer:
@@ -280,15 +274,16 @@ class Lines:
 
 @functools.lru_cache(1 << 14)
 def prepared(call):
-    """(The names that a call uses, the call as a code object): it is compiled once, and not in every process. One that
-    is not Python stays a text, and fails there."""
+    """(The names that a call uses, the call as a code object). It is compiled here once, not in every process. A call
+    that is not Python stays a text, and fails there."""
+    code = call.strip()
     with contextlib.suppress(*NO_PYTHON):
-        return names_of_calls([call]), compile(call.strip(), "<call>", "eval", dont_inherit=True)
-    return names_of_calls([call]), call.strip()
+        code = compile(code, "<call>", "eval", dont_inherit=True)
+    return names_of_calls([call]), code
 
 
-# What a process may say, in this order: "ready", and for each call "loaded" (or "restart", after the first), once what
-# a solution imported, and a result.
+# The messages of a process, in this order: "ready"; for each call "loaded" (after the first one also "restart") and a
+# result; between the first two of these, what a solution imported.
 
 def is_word(*words):
     return lambda message: message in words

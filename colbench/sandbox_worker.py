@@ -30,25 +30,26 @@ MEMORY_LIMIT = 1 << 30          # bytes of address space
 FILE_LIMIT = 16 << 20           # bytes of a file, and of all files in the layer namespaces
 RESULT_LIMIT = 1 << 20          # bytes of one encoded result
 HEADER = struct.Struct("<II")   # bytes of the request (0: kill the running one), seconds of processor time
+# Each module slows every fork. Not random, nor statistics, which imports it: it would draw a seed in each fork
 PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools "
-             "heapq itertools math operator re sqlite3 string time typing")     # each slows every fork; random would
-                                # most, as it draws a seed in each (and statistics imports it)
-BLACKLIST = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(", "quit(",
-             "argparse")        # of the published scorer; also where they stand in a comment or a longer word
+             "heapq itertools math operator re sqlite3 string time typing")
+# Words of the published scorer, which also finds them in comments and inside longer words
+BLACKLIST = "import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(", "quit(", "argparse"
 BUILTINS = dict(vars(builtins))
-COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"                      # the names of their code
+COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"                      # names of their code objects
 START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S = 60, 4, 20
 CLEAN_LIMIT_S = 5               # to remove the files that a process leaves
 EMPTY = 'cd "$0" && timeout "$1" sh -c "chmod -R u+rwx . && find . -mindepth 1 -delete"'
 THREAD_LIMIT = 64               # threads of an answer
-FINISHED, KILLED = 64, 128      # exit codes of a process that has made its calls; and a signal: that has ended another
+FINISHED = 64                   # exit code of a process that has made its calls
+KILLED = 128                    # plus a signal: exit code of a process whose own process the signal has ended
 LIMITS = ((resource.RLIMIT_AS, MEMORY_LIMIT), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, FILE_LIMIT),
           (resource.RLIMIT_NOFILE, 64))
 WATCH_S = .01                   # seconds between two counts of threads, where the system does not count
 
 
 def empty(folder, limit_s):
-    """Remove what is in a folder, however deep it is; False if that is not done in the time."""
+    """Remove the content of a folder, however deep it is. False if that takes longer than limit_s."""
     try:
         if not os.listdir(folder):
             return True
@@ -59,8 +60,9 @@ def empty(folder, limit_s):
 
 
 def run_calls(request, send, close):
-    """Run the calls of a request: the first `renewed` of them in a process of their own, which is forked when the code
-    is compiled, and the others here. "restart" where the first process leaves files. close(): the last wall."""
+    """Run the calls of a request: the first `renewed` of them in a process that is forked when the code has been
+    compiled, the others in this one, or, if the first process left files, in a new one ("restart").
+    close() puts up the last wall."""
     signal.setitimer(signal.ITIMER_PROF, request["limits"][0])      # of processor time; its signal ends the process
     try:
         pieces, broken = compiled_pieces(request), None
@@ -85,9 +87,9 @@ def run_calls(request, send, close):
 
 
 def run_each(numbers, pieces, broken, request, send):
-    """Execute the code afresh for each call, send "loaded", and ["ok", value] or ["error", reason]; "restart" before an
-    early end (threads left running would disturb the next call). Code whose top level fails is judged by what it had
-    defined. A solution also sends which names of the calls it imported or defined, for the calls of the answers."""
+    """For each call execute the code, send "loaded", and send ["ok", value] or ["error", reason]. If the top level of
+    the code fails, the call runs with what it had defined. A solution also sends imported_names(). Threads that still
+    run would disturb the next call: then send "restart" and end."""
     imports, calls, (load_s, call_s) = request["imports"], request["calls"], request["limits"]
     signal.setitimer(signal.ITIMER_PROF, load_s)
     for number in numbers:
@@ -100,10 +102,11 @@ def run_each(numbers, pieces, broken, request, send):
         try:
             scope = scope_of_a_call(module, imports, calls[number])
             if request["given"]:
-                scope = {**scope, **decoded(request["given"][number])}
+                values = {name: decode(data) for name, data in request["given"][number].items()}
+                scope = {**scope, **values}
             result = ["ok", encode(eval(calls[number], scope))]
         except BaseException as error:
-            # Examples in the answer may have failed, too: that says why a call fails only if it lacks a name.
+            # An example in the answer may have failed, too. That is the reason only if the call lacks a name.
             result = ["error", fault if fault and isinstance(error, NameError) else reason_of(error)]
         signal.setitimer(signal.ITIMER_PROF, load_s)
         send(result)
@@ -112,14 +115,9 @@ def run_each(numbers, pieces, broken, request, send):
             os._exit(0)
 
 
-def decoded(given):
-    """{name: value} of {name: encoded value}."""
-    return {name: decode(data) for name, data in given.items()}
-
-
 def compiled_pieces(request):
-    """The code of an answer: of each piece its Statements. A solution that is Python is one of them: it stops at its
-    first fault, as a program does."""
+    """The code of an answer: a list of Statements for each piece. A solution that is Python is a single Statement: it
+    stops at its first fault, as a program does."""
     code = request["code"]
     if request["imports"] is None:
         with contextlib.suppress(*NO_PYTHON):
@@ -131,9 +129,9 @@ def compiled_pieces(request):
 def scope_of_a_call(module, imports, call):
     """The globals in which a call is evaluated.
 
-    What the solution imported under a name is what the call means by it, however the answer imported it; a name that
-    the answer defines itself is the answer's. Names without a module are what is tested: the answer's to define, also
-    where Python has something of that name. Other builtins are Python's own: no answer's `abs` takes part in a test."""
+    A name that the solution imported means the same in the call, however the answer imported it, unless the answer
+    defines it itself. Names without a module are tested: only the answer can define them, even if they are builtins.
+    All other builtins are Python's own: no answer's `abs` takes part in a test."""
     imported, to_define = {}, set()
     for name, where, what in imports or ():
         if where is None:
@@ -152,11 +150,11 @@ def scope_of_a_call(module, imports, call):
 
 
 def execute(pieces, module):
-    """Execute pieces of code (of each its Statements) in a module; why the first statement failed, None where none did.
-    A fault costs its statement alone.
+    """Execute pieces of code (lists of Statements) in a module. Returns why the first statement failed, or None. The
+    other statements run in spite of it.
 
-    What follows the last definition of a piece is an example or a set-up: where it gives something that is not callable
-    the name of a builtin or of a function (`sum = 6`, `total = total([1, 2])`), the name gets back what it had."""
+    Statements after the last definition of a piece are examples or a set-up. If they overwrite a function or a builtin
+    with something that cannot be called (`sum = 6`, `total = total([1, 2])`), it is restored."""
     namespace, faults = module.__dict__, []
     for statements in pieces:
         end = max([number for number, statement in enumerate(statements, 1) if defines(statement)], default=0)
@@ -172,18 +170,18 @@ def execute(pieces, module):
 
 
 def execute_each(statements, namespace):
-    """Execute statements one by one; why some of them failed."""
+    """Execute statements one by one. Returns the reasons of those that failed."""
     faults = []
     for statement in statements:
         try:
-            statement.execute_leniently(namespace)
+            statement.execute(namespace)
         except BaseException as error:
             faults.append(reason_of(error))
     return faults
 
 
 def defines(statement):
-    """Does a statement define a function or class (or use a lambda)?"""
+    """Whether a statement defines a function or class, or uses a lambda."""
     constants = getattr(statement.code, "co_consts", ())
     return any(isinstance(constant, types.CodeType) and constant.co_name not in COMPREHENSIONS
                for constant in constants)
@@ -198,8 +196,9 @@ def reason_of(error):
 
 
 def imported_names(calls, namespace, pieces):
-    """[[name, module or None, attribute or None], …]: names in the calls that the code imported, as they are read. A
-    name that it defines itself has no module. calls: code objects, or the texts of those that are not Python."""
+    """[[name, module or None, attribute or None], …] of the names in the calls that the code imported or defined, in
+    the order in which they are read. A name that it defines has no module. calls: code objects, or the texts of calls
+    that are not Python."""
     names = dict.fromkeys(name for call in calls if isinstance(call, types.CodeType) for name in names_in(call))
     imports = imports_in([statement.module for piece in pieces for statement in piece])
     sent = []
@@ -210,8 +209,8 @@ def imported_names(calls, namespace, pieces):
 
 
 def source_of(name, value, imports):
-    """(module, attribute or None) that a name's value was imported from, by the imports in the code (imports_in) or by
-    what the value says of itself; None for what the code defines."""
+    """(module, attribute or None) that a name's value was imported from, according to the imports in the code
+    (imports_in) or to the value itself. None if the code defines it."""
     for bound, where, what in imports:
         module = sys.modules.get(where)
         if bound == name and what is None and module is value:
@@ -223,7 +222,7 @@ def source_of(name, value, imports):
 
 
 def names_in(code):
-    """The names that a code object reads, those in its lambdas and comprehensions included."""
+    """The names that a code object reads, including those in its lambdas and comprehensions."""
     names = list(code.co_names)
     for constant in code.co_consts:
         names += names_in(constant) if isinstance(constant, types.CodeType) else []
@@ -231,7 +230,7 @@ def names_in(code):
 
 
 def origin(value):
-    """(module, attribute or None) that a value was imported from; None for what the code defines itself."""
+    """(module, attribute or None) that a value says it was imported from. None if the code defines it."""
     where, what = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if isinstance(value, types.ModuleType):
         return what, None
@@ -242,8 +241,8 @@ def origin(value):
 
 
 def run_compat(request, send):
-    """The published scorer's verdicts: solution and answer are executed inside a function, so that their functions see
-    neither imports nor helpers; calls have an alarm of a second, values are compared here with ==."""
+    """The published scorer's verdicts. Solution and answer are executed as if inside a function, so that their
+    functions see neither imports nor helpers. A call has one second. Values are compared here, with ==."""
     def alarm(*_):
         raise TimeoutError
 
@@ -270,9 +269,9 @@ def run_compat(request, send):
 
 
 def published_code(answer):
-    """The text of an answer that the published scorer executes; ValueError where it gives 0 at once.
+    """The text of an answer that the published scorer executes. Raises ValueError if it gives 0 at once.
 
-    If ```python occurs anywhere: what stands between the first and the next ```. If ``` still occurs: what stands
+    If ```python occurs anywhere, it is the text from the first one to the next ```. If ``` still occurs, it is the text
     between the first two. Nothing else is cut: prose without a fence is a syntax error."""
     if any(word in answer for word in BLACKLIST):
         raise ValueError("blacklist")
@@ -288,8 +287,8 @@ KILL = 0x80000000
 LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, AND, GIVE = 0x20, 0x15, 0x35, 0x54, 0x06
 ALLOWED, DENIED = [(GIVE, 0, 0, 0x7FFF0000)], [(GIVE, 0, 0, 0x00050000 | 38)]             # 38: ENOSYS
 IGNORED = [(GIVE, 0, 0, 0x00050000)]            # success, without effect
-# What system_calls.txt leaves out: calls that are answered by their arguments. Name, numbers, (answer when any of these
-# holds, answer when none does), ((argument, mask, value) …) …
+# Calls that are not in system_calls.txt, because the answer depends on their arguments: name, two numbers, (answer if
+# one of the following alternatives holds, answer if none does), alternatives of ((argument, mask, value) …)
 ONLY_IF, NOT_IF = (ALLOWED, DENIED), (DENIED, ALLOWED)
 CONDITIONAL = (("clone", 56, 220, ONLY_IF, ((0, 0x10000, 0x10000),)),   # threads alone
                ("ioctl", 16, 29, ONLY_IF, *(((1, 0xFFFFFFFF, request),) for request in (
@@ -307,11 +306,11 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
 def system_call_filter():
-    """The seccomp program (classic BPF) for this machine's processor, and the memory it is in; OSError for others. All
-    calls but those of system_calls.txt and CONDITIONAL are answered with "no such call".
+    """The seccomp program (classic BPF) for this machine's processor, and the memory it is in. Raises OSError for an
+    unknown processor. All calls but those of system_calls.txt and CONDITIONAL are answered with "no such call".
 
-    What sets modes, owners and dates of files succeeds without effect, as shutil.copy and shelve need it: Landlock does
-    not restrict it, and the filter does not see whose file it is."""
+    Calls that set modes, owners and dates of files succeed without effect, because shutil.copy and shelve need them:
+    Landlock does not restrict them, and the filter does not see whose file it is."""
     machine = os.uname().machine
     if machine not in MACHINES:
         raise OSError(f"no list of system calls for {machine}")
@@ -323,7 +322,7 @@ def system_call_filter():
 
 
 def verdict_ranges(column):
-    """[(first number of a range of system calls, what the filter does from there on), …], in order, from 0."""
+    """[(first number of a range of system calls, the instructions that answer them), …] in ascending order, from 0."""
     verdicts = {}
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "system_calls.txt")) as file:
         for _, *numbers in map(str.split, file.readlines()[1:]):
@@ -351,8 +350,8 @@ def by_arguments(when_any, when_none, alternatives):
 
 
 def search(ranges):
-    """Instructions that find the range of the loaded number by halves: the kernel tries each number when a process is
-    confined, so a list from the first call to the last takes four times as long."""
+    """Instructions that find the range of the loaded number by bisection. The kernel tries each number when a process
+    is confined, and a linear search would take four times as long."""
     if len(ranges) == 1:
         return ranges[0][1]
     middle = len(ranges) // 2
@@ -376,13 +375,18 @@ def readable_paths(site_packages):
     return [path for path in paths if not any(path.startswith(parent + "/") for parent in paths)]
 
 
+def mount(source, target, kind, flags, data=None):
+    check(libc.mount(*(text and text.encode() for text in (source, target, kind)), ctypes.c_ulong(flags),
+                     data and data.encode()), f"mount {target}")
+
+
 def own_namespaces():
     return {os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "mnt", "net", "pid")}
 
 
 def enter_namespaces(paths, work):
-    """Move into new namespaces (a fork: the caller returns as process 1 of its own tree) and a file system of `paths`,
-    read-only, and `work`. OSError where the system does not allow it."""
+    """Move into new namespaces, and a file system of `paths`, read-only, and `work`. It forks: the caller returns as
+    process 1 of its own tree. Raises OSError if the system does not allow it."""
     user, group, before = os.geteuid(), os.getegid(), own_namespaces()
     new_user = 0 if user == 0 else 0x10000000
     check(libc.unshare(new_user | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000), "unshare")
@@ -397,10 +401,6 @@ def enter_namespaces(paths, work):
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)                      # PR_SET_PDEATHSIG
     if not before.isdisjoint(own_namespaces()):
         raise OSError("a namespace is not its own")
-
-    def mount(source, target, kind, flags, data=None):
-        check(libc.mount(*(text and text.encode() for text in (source, target, kind)), ctypes.c_ulong(flags),
-                         data and data.encode()), f"mount {target}")
 
     sources = {path: os.path.realpath(path) for path in paths}
     mount(None, "/", None, 0x44000)                             # private, recursive
@@ -425,13 +425,12 @@ def enter_namespaces(paths, work):
 
 
 def fresh_work_dir(work):
-    check(libc.mount(b"tmpfs", work.encode(), b"tmpfs", ctypes.c_ulong(0x6),
-                     f"size={FILE_LIMIT},nr_inodes=1000,mode=1777".encode()), "mount the working directory")
+    mount("tmpfs", work, "tmpfs", 0x6, f"size={FILE_LIMIT},nr_inodes=1000,mode=1777")
     os.chdir(work)
 
 
 def landlock_rules(paths, work):
-    """A descriptor of Landlock rules: `paths` to read, `work` to write. OSError where the kernel has no Landlock."""
+    """A descriptor of Landlock rules: `paths` to read, `work` to write. Raises OSError without Landlock."""
     version = check(libc.syscall(444, None, 0, 1), "Landlock")
     everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     attributes = struct.pack("<QQQ", everything, 0x3, 0x3)[:8 if version < 4 else 16 if version < 6 else 24]
@@ -448,7 +447,7 @@ def landlock_rules(paths, work):
 
 
 def fork():
-    """os.fork(). Where a container has no process left, another answer has started threads: that one ends in time."""
+    """os.fork(). If a container has no process left, another answer has started threads, and will soon end."""
     until = time.monotonic() + START_LIMIT_S / 2
     while True:
         try:
@@ -460,8 +459,8 @@ def fork():
 
 
 def free_user():
-    """The number of a user that has no processes, so that the system counts an answer's threads alone; None where the
-    caller may not take it (as root may)."""
+    """The number of a user without processes, so that the system counts only an answer's threads. None if the caller
+    is not allowed to take it (root is)."""
     with contextlib.suppress(OSError):
         with open("/proc/self/uid_map") as file:
             lines = [list(map(int, line.split())) for line in file]
@@ -503,8 +502,8 @@ class Walls:
 
 
 def confinement(walls):
-    """The calls, (function, arguments), by which a forked process gives up whatever it does not need. They are put
-    together once, in the server: a fork that only makes them writes to fewer pages of memory."""
+    """The calls, (function, arguments), by which a forked process gives up all that it does not need. The server
+    prepares them: a fork that only makes them writes to fewer pages of memory."""
     steps = [(resource.setrlimit, (what, (limit, limit))) for what, limit in LIMITS]
     if walls.layer == "rlimits":
         return steps
@@ -523,42 +522,37 @@ def confinement(walls):
 
 
 def thread_limit(walls):
-    """The calls that let the system refuse more than THREAD_LIMIT threads; none where it would count other processes,
-    too. It counts by the real user, and each user namespace apart (Linux 5.14). Root's are never limited: the real user
-    becomes a number of its own."""
+    """The calls after which the system refuses more than THREAD_LIMIT threads; [] if it would also count other
+    processes. It counts by the real user, and since Linux 5.14 for each user namespace. It never limits root, so the
+    real user becomes a number of its own."""
     release = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
     if walls.user is None and (walls.layer == "landlock" or release < (5, 14)):
         return []
-    limit = THREAD_LIMIT + (3 if walls.user is None else 1)     # and the server, and the process that waits for it
+    limit = THREAD_LIMIT + (3 if walls.user is None else 1)     # with the server and the process that waits for it
     steps = [] if walls.user is None else [(os.setresuid, (walls.user, -1, -1))]
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     return [*steps, (resource.setrlimit, (resource.RLIMIT_NPROC, (limit, limit)))]
 
 
-def confine(steps, seconds):
-    """In the forked process, before it reads its request."""
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    take(steps)
-
-
 def take(steps):
     """Make the calls of confinement."""
     for function, arguments in steps:
-        if function(*arguments):                                # None of Python's functions, 0 of the system's
+        if function(*arguments):                                # Python's functions return None, the system's 0
             raise OSError(f"a wall does not stand: {function}{arguments}")
 
 
 def serve_one(walls, length, seconds, requests, results):
-    """In the fork: be confined, read the request, answer it, end."""
-    as_json = json.JSONEncoder().encode                             # an answer may replace json.dumps
+    """Called in the fork, which it ends: confine it, read the request, and answer it."""
+    as_json = json.JSONEncoder().encode                         # an answer may replace json.dumps
     try:
         signal.set_wakeup_fd(-1)
         _signal.signal(signal.SIGCHLD, _signal.SIG_DFL)         # signal.signal writes to 50 more pages of memory
         os.setsid()
         for descriptor in (0, 1, 2):
             os.dup2(walls.null, descriptor)
-        confine(walls.steps, seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        take(walls.steps)
         with open(requests, "rb") as file:
             request = marshal.loads(file.read(length))
         os.closerange(3, results)
@@ -582,7 +576,8 @@ def serve_one(walls, length, seconds, requests, results):
 
 
 def end_all(walls, child):
-    """Kill what a request left running; [the signal that ended its process or 0, its seconds of processor time]."""
+    """Kill all that a request left running. Returns [the signal that ended its process or 0, seconds of processor time
+    of the process]."""
     if walls.layer == "namespaces" and os.getpid() == 1:
         kill(-1)                                                # all others of its own namespace of processes
     else:
@@ -603,7 +598,7 @@ def kill(pid):
 
 
 def forget_files(walls, work):
-    """Remove what a request left in its folder; False if that is not done in time."""
+    """Remove the files that a request left in its folder. False if that takes too long."""
     if walls.layer != "namespaces":
         return empty(work, CLEAN_LIMIT_S)
     if os.listdir(work):
@@ -614,7 +609,7 @@ def forget_files(walls, work):
 
 
 def wait_for_end(walls, child, bell):
-    """Wait until the request's process ends, the caller orders to kill it, or it has too many threads."""
+    """Wait until the request's process ends, has too many threads, or is to be killed."""
     watch_s = WATCH_S if walls.layer == "landlock" and walls.user is None else None
     while True:
         ready = select.select([0, bell], [], [], watch_s)[0]
@@ -625,12 +620,12 @@ def wait_for_end(walls, child, bell):
         elif ready:                                             # an order to kill, or the caller has gone
             os.read(0, HEADER.size)
             return
-        elif num_threads(child) > 2 + THREAD_LIMIT:             # and one for each process
+        elif num_threads(child) > 2 + THREAD_LIMIT:             # each of two processes has a main thread
             return
 
 
 def num_threads(child):
-    """The threads of a process and of those that it has forked."""
+    """The number of threads of a process and of the processes that it has forked."""
     number = len(os.listdir(f"/proc/{child}/task"))
     with contextlib.suppress(OSError):                              # it has ended
         with open(f"/proc/{child}/task/{child}/children") as file:

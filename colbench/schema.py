@@ -193,7 +193,7 @@ def record(needed, optional=None, others=lambda value: None):
 
 
 def located(place, fault):
-    """The fault of what stands in a place: "sample" is …, or, of what is inside of it, test_cases: "test1" is …"""
+    """A fault with its place: `"sample" is …`, or, further inside, `test_cases: "test1" is …`."""
     return f"{place} {fault}" if fault.startswith("is ") else f"{place}: {fault}"
 
 

@@ -21,10 +21,10 @@ OTHER_VALUE, NOT_TWICE, NOT_GRADEABLE = "another value", "not the same value twi
 MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score shows, and characters of a text there
 
 Score = namedtuple("Score", "tests gradeable faults failed")
-# The names that it lends to answers, the Tests, and the tolerance of floats
-Solution = namedtuple("Solution", "imports tests tolerance")
-# What the verdicts on an answer depend on: the solution, the calls of the tests, and how much floats may differ by the
-# rounding of numbers that the results do not show (None: they show them)
+# The names that answers may use and must define, the Tests, those that can be graded, and the tolerance of floats
+Solution = namedtuple("Solution", "imports tests gradeable tolerance")
+# All that the verdicts on an answer depend on: the solution, the calls of the tests, and how much floats may differ by
+# the rounding of numbers that are not in the results (None: they are)
 Key = namedtuple("Key", "code calls rounding")
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
           "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",
@@ -39,7 +39,7 @@ class Scorer:
 
     A Score has lists with one item per test, and `failed`.
     tests: the verdicts. docs/scorer.md says when a test passes.
-    gradeable: whether the test can be graded at all.
+    gradeable: whether the test can be graded.
     faults: why it failed; None if it passed.
     failed: the first MAX_FAILED failed tests, as short texts: [{"call", "expected", "got" (None: no value), "said": the
     scorer's comment (None: another value)}, …].
@@ -90,24 +90,24 @@ class Scorer:
         if self.compat:
             return self.for_each(self.score_published, pairs)
         for key in self.learn_solutions(key for key, _ in pairs):
-            if not any(test.is_gradeable for test in self.solutions[key].tests):
+            if not self.solutions[key].gradeable:
                 log.warning(f"scorer: no test can be graded of {shortened(key.code)!r}")
         return self.for_each(self.score_one, pairs)
 
     def solution_results(self, tasks):
-        """For each task what its tests give on the solution: ["ok", value], or ["error", why it cannot be graded]."""
+        """For each task the values of its tests on the solution: ["ok", value], or ["error", why not gradeable]."""
         keys = list(map(key_of, tasks))
         self.learn_solutions(keys)
         return [[test.value for test in self.solutions[key].tests] for key in keys]
 
     def learn_solutions(self, keys):
-        """Evaluate the solutions of tasks that are new, {key: Solution}; the keys of these."""
+        """Evaluate the solutions of new tasks. Returns the keys of these."""
         new_keys = [key for key in dict.fromkeys(keys) if key not in self.solutions]
         self.solutions.update(zip(new_keys, self.for_each(self.solution, [(key,) for key in new_keys])))
         return new_keys
 
     def for_each(self, work, rows):
-        """[work([child for solutions, child for answers], *row), …], in parallel."""
+        """[work((child for solutions, child for answers), *row), …], in parallel."""
         def work_on(row):
             children = self.workers.get()
             try:
@@ -118,7 +118,7 @@ class Scorer:
         return list(self.pool.map(work_on, rows))
 
     def solution(self, children, key):
-        """The Solution of a task; what does not certainly ask an answer something is also put to an empty answer."""
+        """The Solution of a task. Tests that may ask an answer nothing are also tried on an empty answer."""
         child, code = children[0], key.code
         tests = list(map(Test, key.calls))
         results, sent = self.solution_results_of(child, code, [test.whole for test in tests])
@@ -145,13 +145,14 @@ class Scorer:
         for test, result in zip(doubtful, results):
             test.learn_nothing(result)
         gradeable = [test for test in tests if test.is_gradeable]
-        if all(test.asks_for_none() for test in gradeable):
-            for test in gradeable:
+        if not any(value is not None for test in gradeable for value in test.asked_on_solution):
+            for test in gradeable:                                  # an empty function gives None, too
                 test.value = ["error", NONE_ALONE]
-        return Solution(imports, tests, tolerance)
+            gradeable = []
+        return Solution(imports, tests, gradeable, tolerance)
 
     def solution_results_of(self, child, code, calls):
-        """clean_results of a solution, which runs twice at least, and what it imported (Sandbox.run)."""
+        """Like clean_results, but for a solution, which runs at least twice. Also returns its imported names."""
         results, sent = child.run(code, calls + calls[::-1], self.time_limit_s, renewed=len(calls))
         if results == results[::-1]:
             return results[:len(calls)], sent
@@ -166,8 +167,8 @@ class Scorer:
         """Results of calls on an answer, each as if it were the first call.
 
         They run in order and, in a new process, in reverse order. If the results differ, because a call changed
-        something for the next one, each runs in its own process, which takes several times as long. A call that timed
-        out is not a difference, and does not run again."""
+        something for the next one, each call runs in its own process, which takes several times as long. A timeout is
+        not a difference, and such a call does not run again."""
         if len(calls) < 2:
             return child.run(code, calls, self.time_limit_s, imports)[0]
         both_orders, _ = child.run(code, calls + calls[::-1], self.time_limit_s, imports, renewed=len(calls))
@@ -195,8 +196,7 @@ class Scorer:
         return [result_of.get(test) for test in tests]
 
     def score_one(self, children, key, answer):
-        imports, tests, tolerance = self.solutions[key]
-        gradeable = [test for test in tests if test.is_gradeable]
+        imports, tests, gradeable, tolerance = self.solutions[key]
         asked = self.clean_results(children[1], answer, [test.asked for test in gradeable], imports)
         result_of = dict(zip(gradeable, self.results_of(children[0], gradeable, asked, imports)))
         results = [result_of.get(test, test.value) for test in tests]
@@ -219,8 +219,7 @@ class Scorer:
         return self.for_each(self.best_constant, [(key,) for key in keys])
 
     def best_constant(self, children, key):
-        imports, tests, tolerance = self.solutions[key]
-        gradeable = [test for test in tests if test.is_gradeable]
+        imports, tests, gradeable, tolerance = self.solutions[key]
         values = {}
         for test in gradeable:
             values |= {json.dumps(value): value for value in test.asked_on_solution}
@@ -248,14 +247,14 @@ def key_of(task):
 
 
 def started_threads(number):
-    """A pool whose threads run already: while answers run, the system may have none left to give."""
+    """A pool whose threads have started: while answers run, the system may have no threads left."""
     pool, barrier = concurrent.futures.ThreadPoolExecutor(number), threading.Barrier(number)
     list(pool.map(lambda _: barrier.wait(), range(number)))
     return pool
 
 
 def score_of(results, wanted, tolerance):
-    """A Score without failed tests, from what the tests give and must give."""
+    """A Score, but for `failed`, from the results of the tests and the wanted results."""
     faults = [fault_of(value, result, tolerance) for value, result in zip(wanted, results)]
     tests = [fault is None for fault in faults]
     gradeable = [status == "ok" for status, _ in wanted]
@@ -263,8 +262,8 @@ def score_of(results, wanted, tolerance):
 
 
 def failed_test(test, result, fault):
-    """A test that is not passed, as short texts. result: what the answer gave for test.asked, which in a comparison is
-    the side, or the part of it, that the answer computes."""
+    """A failed test as short texts. result: the answer's for test.asked, which in a comparison is the side, or the part
+    of a side, that the answer computes."""
     expected = ["ok", test.as_asked(test.asked_on_solution)] if test.is_gradeable else test.value
     return {"call": shortened(test.call),
             "expected": text_of(expected) or "no value",
@@ -273,7 +272,7 @@ def failed_test(test, result, fault):
 
 
 def fault_of(wanted, got, tolerance=None):
-    """Why a test failed; None if it passed. tolerance: how much floats may differ (values.tolerance_of)."""
+    """Why a test failed, or None if it passed. tolerance: how much floats may differ (values.tolerance_of)."""
     if wanted[0] != "ok":
         return f"{NOT_GRADEABLE}: {wanted[1]}"
     if got[0] != "ok":
@@ -282,12 +281,12 @@ def fault_of(wanted, got, tolerance=None):
 
 
 def text_of(result):
-    """The value of ["ok", value] as a short text for a reader; None of ["error", …]."""
+    """The value of a result as a short text for a reader, or None if it is an error."""
     return shortened(readable(result[1])) if result[0] == "ok" else None
 
 
 def shortened(text):
-    """A text for a reader: what is behind MAX_CHARS characters is left out, and their number stands instead."""
+    """The first MAX_CHARS characters of a text, and the number of the others."""
     text = text.encode("utf-8", "backslashreplace").decode()
     num_more = len(text) - MAX_CHARS
     return f"{text[:MAX_CHARS]} … [{num_more:,} more characters]" if num_more > 0 else text
@@ -309,17 +308,15 @@ def check_tasks(tasks, scorer, other_hashes):
     """For each task {"findings": {what: detail}, "num_tests", "constant": share that the best constant answer passes}.
     A finding is a reason why the task, or one of its tests, measures nothing. Two scorers, of different hash seeds."""
     checks, first_with = [], {}                                     # first_with: {solution: number of its first task}
-    all_values = scorer.solution_results(tasks)
-    all_other_values = other_hashes.solution_results(tasks)
-    best_constants = scorer.best_constants(tasks)
-    for number, task in enumerate(tasks, 1):
-        values, other_values = all_values[number - 1], all_other_values[number - 1]
-        best_value, num_passed = best_constants[number - 1]
+    all_values, all_other_values = scorer.solution_results(tasks), other_hashes.solution_results(tasks)
+    rows = zip(tasks, all_values, all_other_values, scorer.best_constants(tasks))
+    for number, (task, values, other_values, (best_value, num_passed)) in enumerate(rows, 1):
         constant = num_passed / max(1, len(values))
         findings = {}
         for name, (status, value) in zip(task["test_cases"], values):
             if status == "error":
-                findings.setdefault(kind_of_fault(value), f"{name}: {value}")
+                kinds = (kind for part, kind in KINDS_OF_FAULTS.items() if part in value)
+                findings.setdefault(next(kinds, "reference fails"), f"{name}: {value}")
         is_same = all(fault_of(value, other) is None for value, other in zip(values, other_values))
         if not findings and not is_same:
             findings["order of a set"] = "other results with another hash seed"
@@ -338,9 +335,3 @@ def check_with_two_scorers(tasks, unsafe_scorer):
     """check_tasks, with its own scorers."""
     with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other_hashes:
         return check_tasks(tasks, scorer, other_hashes)
-
-
-def kind_of_fault(reason):
-    """The finding of a test that cannot be graded for a reason."""
-    kinds = [kind for part, kind in KINDS_OF_FAULTS.items() if part in reason]
-    return kinds[0] if kinds else "reference fails"

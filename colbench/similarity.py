@@ -74,10 +74,10 @@ def small_image(path):
 def pixel_similarity(solution, answer):
     """Similarity in [0, 1] of two small images (rows, columns, 3) uint8, symmetric, 1 for equal ones; None is a black
     image of the solution's size. The mean of two parts:
-    colours     sum of min over sum of max of the square roots of the two histograms (8 levels a channel), wherever the
-                colours are: by the root a small area, such as a header, counts more than its share
-    structure   SSIM (Wang et al., 2004) over the colour channels where both have pixels, below 0 it is 0, times the
-                share of that area in all: what one page has below the end of the other matches nothing"""
+    colours     sum of min over sum of max of the square roots of the two histograms (8 levels per channel). The roots
+                give small areas, such as a header, more weight
+    structure   SSIM (Wang et al., 2004) over the colour channels of the common area, at least 0, times the share of the
+                common area: the part of one page that is below the end of the other matches nothing"""
     import numpy as np
     from skimage.metrics import structural_similarity
     if answer is None:

@@ -11,7 +11,7 @@ others ("by": "look"). In each round the agent does one of three things:
 
 The answer (sql_text.py finds the query in it) is run on hidden databases, the reward is the share of them on which it
 gives the rows of the solution. The databases are drawn until likely mistakes show (sql_mutants.py). Rows are a
-multiset, and a list where the solution ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0, and
+multiset, or a list if the solution ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0, and
 fractions may differ by 1e-12 of themselves, by 5e-10, and by what the order of a sum changes (rounding_of). All SQL of
 an agent runs in the scorer's confined child program (sql_child.py).
 """
@@ -26,10 +26,9 @@ import re
 import sqlite3
 
 from colbench import dialogue
-from colbench.backend import FunctionEnvironment
 from colbench.dialogue import answer_kind, asking_kind, FactDomain, mean, needed_facts, OPENERS, put, topics_asked
 from colbench.domain import beside, task_kind
-from colbench.schema import check_keys, check_kind, list_of, one_of, record, table_of
+from colbench.schema import check_keys, list_of, one_of, record, table_of
 from colbench.scorer import check_with_two_scorers
 from colbench.sql_child import canonical, open_database, select
 from colbench.sql_mutants import agreeing, mutants_of, open_empty
@@ -39,10 +38,10 @@ from colbench.values import encode, equal_values, ROUNDING, tolerance_of
 # ---------------------------------------------------------------------------------------------------------------------
 # schemas, decisions and patterns (queries.json)
 #
-# A schema is two or three tables, joined by keys. Those marked "unseen" are in the test split alone; their words occur
-# in other schemas, too, in other combinations. A pattern is a request whose query depends on decisions: what words can
-# mean. "options" of a decision are {how it stands in the query: [what the user says of it, …]}. Those with "looks" are
-# what the database shows: the user cannot tell them, but a look at one of the "columns" can, by a cell like "cell".
+# A schema is two or three tables, joined by keys. Those marked "unseen" are only in the test split; their words also
+# occur in other schemas, in other combinations. A pattern is a request whose query depends on decisions: what words can
+# mean. "options" of a decision are {its code in the query: [what the user says about it, …]}. The user does not know a
+# decision with "looks"; the database shows it to a look at one of the "columns", in a cell that matches "cell".
 
 QUERIES = json.loads(beside("queries.json"))
 SCHEMAS, DECISIONS, PATTERNS = QUERIES["schemas"], QUERIES["decisions"], QUERIES["patterns"]
@@ -87,20 +86,23 @@ def stored_statuses(words, codes):
 # ---------------------------------------------------------------------------------------------------------------------
 # databases
 
-# What the values of a random database are drawn by, so that they lie at and beside the borders of decisions: its shape
-# (`fill`), the limit from which an amount is big, another limit (amounts lie at it, too, so that they do not tell which
-# is meant), this year, 100 where amounts are kept in cents (else 1), and the statuses as they are stored, the first of
-# which is asked for.
+# The values of a random database lie at and beside the borders of decisions. They depend on
+#   shape         see `fill`
+#   limit         from here on an amount is big
+#   other_limit   amounts also lie at this one, so that they do not show which is meant
+#   year          this year
+#   unit          100 if amounts are stored in cents, else 1
+#   statuses      as they are stored; the request asks for the first
 Plan = collections.namedtuple("Plan", "shape limit other_limit year unit statuses")
 
 
 def fill(rng, words, codes, shape):
-    """{table: rows} of a random database for a task whose decisions are `codes` {slot: code}.
+    """{table: rows} of a random database for a task with the decisions `codes` {slot: code}.
 
-    Its shape is "example" (it shows what looks are for: all codes of a status, this year, a few plain rows; not what
-    is big), "plain", "wide" (many parents, most of them as they are asked for), "quiet" (nothing has happened yet this
-    year) or "empty" (no children at all). In all of them keys lead somewhere, names differ, amounts are positive, a
-    status is stored in one way, and no date is after this year."""
+    shape: "example" (shows all that looks are for: the codes of a status, this year, a few plain rows; not what is
+    big), "plain", "wide" (many parents, most of which match the request), "quiet" (no dates of this year) or "empty"
+    (no children). In all of them keys are valid, names differ, amounts are positive, statuses are stored in one way,
+    and no date is after this year."""
     other_limit = rng.choice(BIG)
     limit = other_limit if shape == "example" else int(codes.get("big", other_limit))
     year = int(codes.get("year", LAST_YEAR))
@@ -151,7 +153,7 @@ def draw_status(rng, plan):
 
 
 def draw_amount(rng, plan):
-    """An amount at or beside the limit, or at or beside another one; None: it is missing."""
+    """An amount at or beside the limit or the other one; None: it is missing."""
     if rng.random() < 0.12:
         return None
     limit = rng.choice((plan.limit, plan.other_limit))
@@ -182,7 +184,7 @@ def draw_day(rng, plan):
 
 
 def put_plain_rows(rng, children, plan):
-    """Let the first two children have all their values, and dates of this year."""
+    """Give the first two children all their values, and dates of this year."""
     for day, child in zip((11, 12), children):
         child[2] = rng.choice(BIG) * plan.unit
         child[3] = rng.choice(BIG) * plan.unit
@@ -191,7 +193,7 @@ def put_plain_rows(rng, children, plan):
 
 
 def put_sum_at(rng, children, limit):
-    """Change amounts of a parent so that their sum lies at the limit or beside it: one of them or, of two, each."""
+    """Change one amount of a parent (or each of two) so that their sum is at or beside the limit."""
     child = rng.choice(children)
     column = rng.choice((2, 3))
     siblings = [sibling for sibling in children if sibling[1] == child[1] and sibling is not child]
@@ -208,7 +210,7 @@ def put_sum_at(rng, children, limit):
 # hidden databases: drawn until they tell the solution from wrong queries
 
 def shapes_of(query):
-    """[(shape, of how many draws one is taken)] of the hidden databases for a query, from the last one to the first."""
+    """[(shape, number of draws, of which one is taken)] of the hidden databases for a query, in reverse order."""
     if "{year}" in query:
         special = "quiet"
     elif "ORDER BY" in query:
@@ -220,10 +222,10 @@ def shapes_of(query):
 
 
 def draw_hidden(draw, shapes, agreeing_on, rivals):
-    """Hidden databases of shapes_of such that each of the queries `rivals` gives other rows than the solution on one
-    of them; None if a rival is left. draw(shape) makes one; agreeing_on(tables, queries) are those that agree.
-
-    Of several databases of a shape the one is taken on which the fewest rivals agree with the solution."""
+    """Hidden databases with the shapes of shapes_of, such that each of the queries `rivals` gives other rows than the
+    solution on one of them; None if a rival is left. draw(shape) makes a database. agreeing_on(tables, queries) returns
+    the queries that agree with the solution. Several databases are drawn per shape; the one with the fewest agreeing
+    rivals is taken."""
     hidden = []
     for shape, most_draws in shapes:
         fewest = None
@@ -253,8 +255,8 @@ def rivals_of(template, slots, codes, statuses):
 # template tasks
 
 def draw_databases(rng, words, template, slots, codes):
-    """The example database and the hidden ones of a task, or None. They depend on its solution alone: `rng` is of the
-    task's number."""
+    """The example database and the hidden ones of a task, or None. They only depend on the solution, because the task's
+    number is the seed of `rng`."""
     solution = template.format(**codes)
     draw = functools.partial(fill, rng, words, codes)
     rivals = rivals_of(template, slots, codes, stored_statuses(words, codes))
@@ -268,7 +270,7 @@ def draw_databases(rng, words, template, slots, codes):
 
 
 def task_number(solution, codes, is_seen):
-    """The number of a task, by its content; that of an unseen schema ends with 90 to 99, the test split."""
+    """The number of a task, a hash of its content. With an unseen schema it ends with 90 to 99 (the test split)."""
     content = f"{solution} {codes.get('unit')}"
     number = int(hashlib.sha256(content.encode()).hexdigest()[:15], 16)
     if is_seen:
@@ -278,7 +280,7 @@ def task_number(solution, codes, is_seen):
 
 
 def needed_fact(slot, decision, code):
-    """A fact of a task: a decision, with the value that was drawn for it."""
+    """A fact of a task: a decision with the value that was drawn for it."""
     is_asked = "looks" not in decision
     fact = {
         "topic": decision["topic"],
@@ -301,20 +303,12 @@ def needed_fact(slot, decision, code):
 # what the confined child program runs
 
 PROGRAM = """{child}
-
 import json
-
 SCHEMA, DATABASES, STATEMENT = json.loads({data!r})
-
-
 def rows(i):
     return select(open_database(SCHEMA, DATABASES[i]), STATEMENT)
-
-
 def result(i):
     return canonical(*rows(i), {ordered})
-
-
 def table():
     return as_table(*rows(0))
 """
@@ -322,9 +316,9 @@ CHILD = beside("sql_child.py")
 
 
 def program(task, databases, statement):
-    """Python source for the child: result(i) is what `statement` gives on database i, table() how that looks."""
+    """Python source for the child: result(i) returns the rows of `statement` on database i, table() shows them."""
     data = json.dumps([task["schema"], databases, statement])
-    data = data.replace("/", r"\/")                                 # no text in it is the end of thoughts: </think>
+    data = data.replace("/", r"\/")                                 # so that it has no </think>
     return PROGRAM.format(child=CHILD, data=data, ordered=is_ordered(task["ground_truth"]))
 
 
@@ -356,7 +350,7 @@ def query_of(message):
 
 
 def looked_at(task, query):
-    """Indices of the facts that a look is for: those that a column of the statement shows."""
+    """Indices of the facts that a look is for: a column of the statement shows them."""
     columns = set(re.findall(r"\w+", query))
     shows_all = re.search(r"SELECT\s+\*", query, re.IGNORECASE)
     return {index for index, fact in enumerate(task["facts"])
@@ -364,7 +358,7 @@ def looked_at(task, query):
 
 
 def facts_seen(task, query, table):
-    """Indices of the facts that the rows of a look show."""
+    """Indices of the facts that the table of a look shows."""
     cells = re.split(r" \| |\n", table.partition("\n")[2])
     indices = set()
     for index in looked_at(task, query):
@@ -416,7 +410,7 @@ def asking(fact, rng):
 # ---------------------------------------------------------------------------------------------------------------------
 # running queries, and the user simulator
 
-class QueryEnvironment(FunctionEnvironment):
+class QueryEnvironment(dialogue.FactEnvironment):
     """The scorer, the example databases, and the user simulator."""
 
     TAKES = ("unsafe_scorer",)
@@ -428,8 +422,8 @@ class QueryEnvironment(FunctionEnvironment):
         self.tables = {}                                # {(schema, example database, query): what came back}
 
     async def tool_reply(self, task, history):
-        """The rows of a look, or what the database says is wrong with it. It blocks: what runs beside it would change
-        which requests of a local model share a batch."""
+        """The rows of a look, or the database's error message. It blocks, so that it cannot change which requests of a
+        local model share a batch."""
         query = query_of(history[-1]["content"])
         if query is None:
             return None
@@ -439,7 +433,7 @@ class QueryEnvironment(FunctionEnvironment):
         return self.tables[key]
 
     async def simulator_chat(self, task, history):
-        """Without looks: their rows, which a query can make say anything, would stand there as the user's own words."""
+        """Without looks: their rows, which a query can turn into any text, would count as the user's own words."""
         talk = history[:1]
         for place in range(1, len(history), 2):
             if query_of(history[place]["content"]) is None:
@@ -463,15 +457,15 @@ class QueryEnvironment(FunctionEnvironment):
         """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""
         function_pairs = []
         for task, answer in pairs:
-            query = statement_of(answer)                            # of any answer, wherever it comes from
+            query = statement_of(answer)
             function_pairs.append((as_function_task(task), program(task, task["databases"][1:], query)))
         return await super().verdicts(function_pairs, explain)
 
 
 def doubt_about(task, tables):
-    """Why the rows of the solution on a database do not say what is right; None: they do.
+    """Why the rows of the solution on a database do not decide which answers are right, or None.
 
-    The pragma shows an open order only where no ORDER BY stands, so that ties are sorted up and down, too."""
+    The pragma only reveals an open order without ORDER BY, so ties are also sorted up and down."""
     solution = task["ground_truth"]
     runs = [((), 1, solution),
             (["reverse_unordered_selects = 1"], 1, solution),
@@ -484,7 +478,7 @@ def doubt_about(task, tables):
         except (sqlite3.Error, OverflowError) as error:
             return str(error)
         connection.create_function("tie", 0, itertools.count(0, step).__next__)
-        with contextlib.suppress(sqlite3.Error, ValueError):        # of a compound query tie() is no column
+        with contextlib.suppress(sqlite3.Error, ValueError):        # a compound query has no column tie()
             results.append(canonical(*select(connection, query), is_ordered(solution)))
         connection.close()
     tolerance = tolerance_of([], rounding_of([tables]))
@@ -501,13 +495,9 @@ SHOWN = record({"looks": list_of(str, 1), "columns": list_of(str, 1), "cell": st
 
 
 def fact_kind(fact):
-    """The kind (schema.py) of a fact, which the user knows or the database shows."""
+    """The kind (schema.py) of a fact that the user knows or the database shows."""
     return dialogue.fact_kind(fact) or BY(fact) or (SHOWN(fact) if fact["by"] == "look" else None)
 
-
-TABLES = table_of(list_of(list))
-OPTIONAL = {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)}
-TASK = task_kind({"schema": str, "databases": list_of(TABLES, 2)}, OPTIONAL)
 
 
 class Sql(FactDomain):
@@ -531,24 +521,26 @@ class Sql(FactDomain):
     AGENT_SYSTEM = beside("prompts/sql_agent.txt")
     JUDGE = beside("prompts/sql_judge.txt")
     FAMILIES = family_names()
+    TASK = staticmethod(task_kind(
+        {"schema": str, "databases": list_of(table_of(list_of(list)), 2)},
+        {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)}))
+    SCRIPT = Script
     Environment = QueryEnvironment
 
     def __init__(self):
-        self.PLAYERS = {"script": Script(self), "script-informed": Script(self, informed=True),
-                        "script-asker": self.asker_turn}
+        super().__init__()
+        self.PLAYERS["script-asker"] = self.asker_turn
 
     def owns(self, task):
         return "databases" in task
 
     def check_task(self, task, where):
-        check_kind(task, TASK, where)
+        super().check_task(task, where)
         if task.get("facts"):
             check_keys(task, {"idle_looks": list, "template": str}, where)
-            dialogue.check_facts(task, where)
 
     def make_task(self, rng, name, told, accept):
-        """None is made where no databases prove every decision. The id of a task with an unseen schema is of the test
-        split."""
+        """Rejects a draw if no databases prove every decision. Tasks with an unseen schema are in the test split."""
         schema, pattern = name.split("_")
         words = schema_words(schema)
         template = put(PATTERNS[pattern]["query"], words)
@@ -563,7 +555,7 @@ class Sql(FactDomain):
 
         facts = [needed_fact(slot, decision, codes[slot]) for slot, decision in slots.items()]
         to_ask = [fact for fact in facts if fact["by"] == "ask"]
-        one_or_none = rng.sample(to_ask, int(rng.random() < 0.3))       # drawn even where `told` does not ask for it
+        one_or_none = rng.sample(to_ask, int(rng.random() < 0.3))       # drawn even if `told` does not need it
         hints = []
         for fact in {"none": [], "some": one_or_none, "all": facts}[told]:
             fact["told"] = True
@@ -585,8 +577,8 @@ class Sql(FactDomain):
         }
 
     def answer_of(self, history, is_last):
-        """The statement that follows the marker, or stands before it where nothing follows; in the last round without a
-        marker the whole turn, as it is."""
+        """The statement after the marker, or before it if nothing follows. In the last round a turn without a marker is
+        the answer, unchanged."""
         content = history[-1]["content"]
         before, marker, after = content.partition(self.MARKER)
         if marker:
@@ -594,7 +586,7 @@ class Sql(FactDomain):
         return content if is_last else None
 
     def learned(self, task, message, reply):
-        """The agent learns what it asks the user about and the user answers, and what the rows of a look show."""
+        """The agent learns the facts that it asks about and the user answers, and those that a look shows."""
         query = query_of(message)
         if query is not None:
             return facts_seen(task, query, reply)
@@ -624,10 +616,10 @@ class Sql(FactDomain):
         return f"{fact['topic']}: {fact['code'].strip()}"
 
     def asker_turn(self, task, history, max_rounds, rng):
-        """The next message of an asker that learns nothing in training.
+        """The next message of an asker that needs no training.
 
-        It knows the decisions of the family and their values, which it assumes equally likely. It asks or looks for the
-        most expected information; then it answers, and guesses what it had no round for."""
+        It knows the decisions of the family and their values, which it assumes equally likely. In each round it asks or
+        looks for the fact with the most expected information. Then it answers, and guesses the other facts."""
         known = self.known_facts(task, history)
         unknown = [task["facts"][index] for index in needed_facts(task) if index not in known]
         if unknown and dialogue.num_agent_turns(history) + 1 < max_rounds:
@@ -664,7 +656,7 @@ class Sql(FactDomain):
         return checks
 
     def doubt_of(self, task):
-        """A database leaves open which rows the solution gives, or their order."""
+        """The rows of the solution on a database, or their order, are not determined."""
         for number, tables in enumerate(task["databases"][1:], 1):
             if doubt := doubt_about(task, tables):
                 return f"database{number}: {doubt}"

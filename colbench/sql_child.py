@@ -1,5 +1,5 @@
-"""SQL of an agent on a database. sql.py sends the text of this file to the scorer's confined child program, which runs
-it; sql.py itself uses what it says of rows."""
+"""Runs an agent's SQL on a database, and normalises rows. sql.py sends the text of this file to the scorer's confined
+child program."""
 import itertools
 import sqlite3
 
@@ -9,7 +9,7 @@ LIMITS = {"LENGTH": 100_000, "SQL_LENGTH": 10_000, "COLUMN": 100, "EXPR_DEPTH": 
 ALLOWED = sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE
 FORBIDDEN = "load_extension", "fts3_tokenizer", "random", "randomblob"
 MAX_ROWS = 1000
-MAX_ORDERS = 120                # of columns that hold the same cells: all, where there are five of them
+MAX_ORDERS = 120                # orders of columns with the same cells that are tried: all orders of five columns
 MAX_CHARS = 200_000
 
 
@@ -28,7 +28,7 @@ def authorize(action, table, name, *_):
 
 
 def open_database(schema, tables, more_pragmas=()):
-    """A filled sqlite database in memory that lets SELECT through and nothing else, with limits on its size."""
+    """A filled sqlite database in memory, with limits, that only allows SELECT."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
     connection.executescript(schema)
     insert(connection, tables)
@@ -41,7 +41,7 @@ def open_database(schema, tables, more_pragmas=()):
 
 
 def select(connection, statement):
-    """(names of the columns, rows) of one SELECT; ValueError or sqlite3.Error that says why there are none."""
+    """(names of the columns, rows) of one SELECT. Raises ValueError or sqlite3.Error if it has none."""
     steps = iter(range(300))                                        # of 10,000 instructions each
     connection.set_progress_handler(lambda: next(steps, None) is None, 10_000)
     cursor = connection.execute(statement)
@@ -58,8 +58,8 @@ def select(connection, statement):
 
 
 def exact(cell):
-    """A cell in a form in which whole numbers are int, so that they are compared exactly, and what rounding leaves of
-    SUM(a) - SUM(b) is 0."""
+    """A cell with whole numbers as int, so that they are compared exactly, and tiny numbers as 0, because rounding may
+    leave one of SUM(a) - SUM(b)."""
     if not isinstance(cell, float):
         return cell
     if abs(cell) < 5e-10:
@@ -68,7 +68,7 @@ def exact(cell):
 
 
 def rounded(cell):
-    """A cell in a form that is the same for almost all numbers that differ by rounding: to sort by, not to compare."""
+    """A cell in a form that hides rounding for almost all numbers: to sort by, not to compare."""
     cell = exact(cell)
     if not isinstance(cell, float):
         return cell
@@ -78,8 +78,8 @@ def rounded(cell):
 
 
 def order_of_row(row):
-    """Sort key of a row of rounded cells: numbers come last, by their size, so that the rounding of one does not decide
-    the order of rows whose other cells differ."""
+    """Sort key of a row of rounded cells. Numbers come last, so that their rounding does not decide the order of rows
+    whose other cells differ."""
     others, numbers = [], []
     for cell in row:
         is_number = isinstance(cell, (int, float))
@@ -89,8 +89,8 @@ def order_of_row(row):
 
 
 def canonical(names, rows, ordered):
-    """Rows in a form that is equal, but for the rounding of floats, for equal results: columns and (unless `ordered`)
-    rows in an order of their own."""
+    """Rows in a form that is the same for equal results, but for the rounding of floats: columns, and rows unless
+    `ordered`, are sorted."""
     rounded_rows = [list(map(rounded, row)) for row in rows]
     exact_rows = [list(map(exact, row)) for row in rows]
     cells = [sorted(repr(row[i]) for row in rounded_rows) for i in range(len(names))]

@@ -9,9 +9,9 @@ import sqlite3
 from colbench.sql_child import canonical, insert, rounded
 from colbench.sql_text import is_ordered
 
-# (kind, what a mistake is made of, what stands there instead …): each match of a pattern is replaced by each text.
-# {all} is the match, {0}, {1} … are its groups, {less} and {more} its number with a step down or up, {table} is the
-# table of children, {code} each way in which a status is stored. Written for the solutions of queries.json.
+# (kind of mistake, pattern, replacement …): each match of the pattern is replaced by each of the texts. {all} is the
+# match, {0}, {1} … are its groups, {less} and {more} its number minus and plus 1, {table} is the table of children,
+# {code} each way in which a status is stored. Written for the solutions of queries.json.
 RULES = [
     ("threshold", r"([<>]=?) (\d+)",
      "{0} {less}", "{0} {more}", "> {1}", ">= {1}", "< {1}", "<= {1}", "= {1}", "<> {1}"),
@@ -36,7 +36,7 @@ RULES = [
 
 
 def mutants_of(solution, codes):
-    """{mutant: which rule made it} of a solution of queries.json; `codes` are the statuses as they are stored."""
+    """{mutant: kind of mistake} of a solution of queries.json. codes: the statuses as they are stored."""
     table = re.search(r"(?:FROM|JOIN) (\w+) c\b", solution)[1]
     other_codes = [code for code in codes if f"'{code}'" not in solution]
     mutants = {}
@@ -54,14 +54,15 @@ def mutants_of(solution, codes):
 
 
 def open_empty(schema):
-    """A connection to a database of these tables, for queries that this folder made, which sqlite3 prepares once."""
+    """A connection to a database with these tables, for queries that this package made. sqlite3 caches the prepared
+    ones."""
     connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=500)
     connection.executescript(schema)
     return connection
 
 
 def agreeing(connection, solution, tables, queries):
-    """The queries which give the rows of the solution on the database `tables`, {name: rows}."""
+    """The queries that give the rows of the solution on the database `tables`, {name: rows}."""
     ordered = is_ordered(solution)
 
     def rows(query):

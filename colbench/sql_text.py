@@ -20,7 +20,7 @@ from colbench.extract_code import strings_of
 
 LOOK = "QUERY:"
 MAX_CHARS = 20_000              # a longer text stays as it is; sqlite3 is told to refuse a statement of 10,000
-MAX_DEPTH = 20                  # parentheses around a query that are dropped: each pair costs a look at the whole text
+MAX_DEPTH = 20                  # parentheses around a query that are dropped; for each pair the whole text is read
 
 STRING = r"""'(?:[^']|'')*'|"(?:[^"]|"")*\""""
 QUOTED = STRING + r"|`[^`\n]*`|\[[^\]\n]{0,100}\]"
@@ -32,7 +32,7 @@ QUERY = re.compile(
     rf"SELECT\b|VALUES\s*\(|WITH{GAP}++(?:RECURSIVE{GAP}++)?{NAME}{GAP}*+(?:\([^()]*\){GAP}*+)?AS{GAP}*+"
     rf"(?:(?:NOT\s+)?MATERIALIZED\s*)?\(", re.IGNORECASE)
 END = r"(?:;|\Z)"
-OTHER_STATEMENT = re.compile(                                       # by more than its first word, which prose may have
+OTHER_STATEMENT = re.compile(                                       # not only its first word, which may begin prose
     r"ALTER\s+TABLE\b|(?:ANALYZE|REINDEX|VACUUM)(?:\s+[\w.]+)?\s*" + END + r"|(?:ATTACH|DETACH)\s+(?:DATABASE\b|['\"])|"
     r"(?:BEGIN|COMMIT|ROLLBACK)(?:\s+(?:DEFERRED|IMMEDIATE|EXCLUSIVE))?(?:\s+TRANSACTION)?\s*" + END + "|"
     r"CREATE\s+(?:TEMP|TEMPORARY|TABLE|VIEW|UNIQUE|INDEX|TRIGGER|VIRTUAL)\b|DROP\s+(?:TABLE|VIEW|INDEX|TRIGGER)\b|"
@@ -65,7 +65,7 @@ PROSE = re.compile(r"\(?[A-Z][a-z]+\b.*[A-Za-z)`][.!?:]\)?\Z|[-*+]\s+[A-Z`*]|\d+
 
 
 def masked(text, quoted=QUOTED):
-    """A text of the same length with _ for what strings and quoted names hold, and blanks for comments."""
+    """A text of the same length with _ for the content of strings and quoted names, and blanks for comments."""
     def blanked(match):
         return re.sub(r"[^\n]", " " if match[0][:2] in ("--", "/*") else "_", match[0])
 
@@ -73,7 +73,7 @@ def masked(text, quoted=QUOTED):
 
 
 def outer(query):
-    """A text of the same length with blanks for what stands in parentheses, too."""
+    """A text of the same length with blanks also for the content of parentheses."""
     query, count = masked(query), 1
     while count:
         query, count = re.subn(r"\([^()]*\)", lambda match: " " * len(match[0]), query)
@@ -81,26 +81,26 @@ def outer(query):
 
 
 def is_ordered(query):
-    """Whether the rows of a query come in an order: it says ORDER BY outside of all parentheses."""
+    """Whether a query has ORDER BY outside all parentheses."""
     return re.search(r"\border\s+by\b", outer(query), re.IGNORECASE) is not None
 
 
 def with_ties(query):
-    """A query whose rows, where its own ORDER BY leaves that open, come in the order of the SQL function tie()."""
+    """The query, with the rows that its ORDER BY leaves open in the order of the SQL function tie()."""
     end = re.search(r"\s*\blimit\b|[\s;]*\Z", outer(query), re.IGNORECASE).start()
     order = ", tie()" if is_ordered(query) else " ORDER BY tie()"
     return query[:end] + order + query[end:]
 
 
 def first_word(text, position=0):
-    """Where the first word stands from a position on, comments and opening parentheses aside."""
+    """Index of the first word from a position on, behind comments and opening parentheses."""
     while match := TO_SKIP.match(text, position):
         position = match.end()
     return position
 
 
 def begins_as(pattern, text):
-    """Whether a text reads as `pattern`, comments and opening parentheses aside."""
+    """Whether a text matches `pattern` behind comments and opening parentheses."""
     return pattern.match(text, first_word(text)) is not None
 
 
@@ -134,7 +134,7 @@ def without_language(block):
 
 
 def query_in_prose(text, begins):
-    """A text from where its first query begins; "" where there is none, or where it begins as another statement."""
+    """The text from its first query on; "" if it has none or begins as another statement."""
     if begins_as(OTHER_STATEMENT, text):
         return ""
     for begin in begins:
@@ -149,14 +149,14 @@ def query_in_prose(text, begins):
 
 
 def is_remark(text, position):
-    """Whether what stands at a position is in a comment, or in a line that ends as a sentence."""
+    """Whether a position is in a comment, or in a line that ends as a sentence."""
     line_begin = text.rfind("\n", 0, position) + 1
     line = text[line_begin:].partition("\n")[0]
     return "--" in text[line_begin:position] or re.search(r"[A-Za-z)][!?:]\s*\Z", line) is not None
 
 
 def whole_query(text):
-    """The query that a text begins with, without what follows it, and without parentheses around the whole."""
+    """The query at the start of a text, without the text behind it, and without parentheses around the whole."""
     fence = FENCE_END.search(masked(text, STRING))                   # of one that began before the text
     text = text[:fence.start()] if fence else text
     query = text[:end_of(text)].strip()

@@ -25,16 +25,16 @@ CONTAINERS = {                                  # a subclass stands before its b
 DICTS = "dict", "odict", "counter"              # their parts are tuples of two
 UNORDERED = "dict", "counter", "set"
 BRACKETS = {"list": "[{}]", "tuple": "({})", "set": "{{{}}}"}
-SURROGATE = re.compile("[\ud800-\udfff]")        # of which JSON makes one character where two follow each other
-HEAP_TYPE = 1 << 9                              # the flag of a type that was made while the program ran
+SURROGATE = re.compile("[\ud800-\udfff]")        # JSON makes one character of two neighbours
+HEAP_TYPE = 1 << 9                              # the flag of a type that was made at run time
 WRITTEN_NUMBERS = {"int": re.compile("-?0x[0-9a-f]+"), "ratio": re.compile("-?[0-9]{1,4000}/[1-9][0-9]{0,4000}")}
 
 
 def encode(value, depth=0):
     """A value as JSON data with its type: encode((1, 2.5)) = ["tuple", 1, 2.5].
 
-    1 and True are one number, all NaN are one. Subclasses count as their base. Enum members are their class's and their
-    own name. Types that a module has are its and their own name. TypeError for a type that cannot be compared."""
+    1 equals True, and all NaN are equal. Subclasses count as their base. An enum member is its class's name and its
+    own, a type its module's name and its own. Raises TypeError for a value that cannot be compared."""
     if depth > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
     if value is None:
@@ -72,8 +72,8 @@ def encode(value, depth=0):
 
 
 def is_of_a_module(value):
-    """True if a type is a name in an imported module, as int and collections.Counter are, or built in without a name,
-    as that of a generator. A type that an answer defines is not, as others may define it differently."""
+    """True if a type is a name in an imported module (int, collections.Counter), or built in without a name (the type
+    of a generator). Not a type that an answer defines, because others may define it differently."""
     is_built_in = not value.__flags__ & HEAP_TYPE
     module = sys.modules.get(value.__module__)
     if is_built_in or getattr(module, "__spec__", None) is None:
@@ -89,7 +89,7 @@ def encode_all(values, depth):
 
 
 def encode_time(value):
-    """encode() of a date, a time, a difference or a time zone; what knows its time zone is put into UTC."""
+    """encode() of a date, a time, a difference or a time zone. Times with a time zone are converted to UTC."""
     if isinstance(value, datetime.timedelta):
         return ["timedelta", value.days, value.seconds, value.microseconds]
     if isinstance(value, datetime.timezone):
@@ -105,7 +105,7 @@ def encode_time(value):
 
 
 def encode_number(value):
-    """A real number: JSON's where that is exact, else ["int", hex], ["ratio", "p/q"] or ["nan"]."""
+    """A real number: JSON's if that is exact, else ["int", hex], ["ratio", "p/q"] or ["nan"]."""
     if value != value:
         return ["nan"]
     if isinstance(value, float):
@@ -114,11 +114,9 @@ def encode_number(value):
         p, q = value.as_integer_ratio()
     except OverflowError:
         return float(value)                                     # infinite
-    if q == 1 and -2 ** 53 < p < 2 ** 53:
-        return int(p)
-    if q == 1:
-        return ["int", hex(p)]
-    return ["ratio", f"{p}/{q}"]
+    if q != 1:
+        return ["ratio", f"{p}/{q}"]
+    return int(p) if -2 ** 53 < p < 2 ** 53 else ["int", hex(p)]
 
 
 def order(data):
@@ -134,8 +132,8 @@ def order(data):
 
 
 def is_encoded(data, depth=0):
-    """Has some JSON the form of what encode gives? All else from a process is a wrong value. RecursionError, too, says
-    that it has not."""
+    """Whether a JSON value has the form of encoded data; a RecursionError also means that it has not. Any other message
+    of a process is a wrong value."""
     if type(data) is not list:
         return data is None or type(data) in (str, int, float)
     if depth > MAX_DEPTH + 1 or not data or type(data[0]) is not str:
@@ -151,7 +149,7 @@ def is_encoded(data, depth=0):
 
 
 def readable(data):
-    """An encoded value as text: Python's literal where there is one (booleans are numbers)."""
+    """An encoded value as text, as a Python literal if there is one (booleans are numbers)."""
     if type(data) is not list:
         return repr(data)
     kind, *parts = data
@@ -169,16 +167,17 @@ def readable(data):
 
 
 def decode(data):
-    """The value of encoded data: encode's argument, but that subclasses are their base and Decimals are Fractions.
-    TypeError where a name is all that is known of it."""
+    """The value of encoded data: encode's argument, except that subclasses are their base and Decimals are Fractions.
+    Raises TypeError if the data only has its name."""
     if type(data) is not list:
         return data
     kind, *parts = data
     if kind in DICTS:
-        of_kind = {"dict": dict, "odict": collections.OrderedDict, "counter": collections.Counter}[kind]
-        return of_kind({decode(key): decode(item) for _, key, item in parts})
-    if kind in ("list", "tuple", "deque", "set"):
-        return {"list": list, "tuple": tuple, "deque": collections.deque, "set": set}[kind](map(decode, parts))
+        return CONTAINERS[kind]({decode(key): decode(item) for _, key, item in parts})
+    if kind == "set":
+        return set(map(decode, parts))
+    if kind in CONTAINERS:
+        return CONTAINERS[kind](map(decode, parts))
     if kind in WRITTEN_NUMBERS:
         return real(data)
     if kind == "text":
@@ -192,39 +191,36 @@ def decode(data):
 
 
 def range_of(length, first=0, second=1):
-    """The range of so many numbers, of which the first two are given."""
+    """The range of `length` numbers that begins with these two."""
     step = second - first if length > 1 else 1
     return range(first, first + length * step, step)
 
 
-def time_in_utc(kind):
-    """A function that makes a time of a kind ("datetime", "time"), in UTC, of its text."""
-    def read(text):
-        moment = datetime.datetime.fromisoformat(text).replace(tzinfo=datetime.timezone.utc)
-        return moment if kind == "datetime" else moment.timetz()
-    return read
+def datetime_in_utc(text):
+    return datetime.datetime.fromisoformat(text).replace(tzinfo=datetime.timezone.utc)
 
 
-WRITTEN = {                                     # what makes a value of the parts of a kind
+WRITTEN = {                                     # functions that make a value from the parts of a kind
     "nan": lambda: math.nan,
     "complex": lambda real_part, imaginary: complex(decode(real_part), decode(imaginary)),
     "bytes": bytes.fromhex,
     "range": range_of,
     "date": datetime.date.fromisoformat,
     "datetime": datetime.datetime.fromisoformat,
-    "datetime utc": time_in_utc("datetime"),
+    "datetime utc": datetime_in_utc,
     "time": lambda text: datetime.datetime.fromisoformat(text).time(),
-    "time utc": time_in_utc("time"),
+    "time utc": lambda text: datetime_in_utc(text).timetz(),
     "timedelta": datetime.timedelta,
     "timezone": lambda offset: datetime.timezone(decode(offset))}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# equality, of what is_encoded
+# equality of encoded values
 
 EXACT = 0.0, 0.0                                # a tolerance: how much floats may differ, relative and absolute
-RELATIVE, ROUNDING = 1e-12, 2.0 ** -48          # of rounding: of the number itself, of the largest number of a task …
-MAX_ROUNDING = 1e-12                            # … but no more than this: one number may be far larger than the others
+# Rounding, relative to the number itself, and to the largest number of a task. The second is limited, because one
+# number may be far larger than the others
+RELATIVE, ROUNDING, MAX_ROUNDING = 1e-12, 2.0 ** -48, 1e-12
 
 
 def numbers_in(data):
@@ -236,14 +232,14 @@ def numbers_in(data):
 
 def tolerance_of(numbers, rounding=None):
     """How much floats may differ by rounding in a task with these numbers. If numbers cancel, the result is off by the
-    rounding of the largest. rounding: its size, if `numbers` are not those that cancel."""
+    rounding of the largest. rounding: this rounding, if other numbers cancel."""
     if rounding is None:
         rounding = min(MAX_ROUNDING, ROUNDING * max(numbers, default=0.0))
     return RELATIVE, rounding
 
 
 def real(data):
-    """An encoded real number as one of Python's; TypeError for all else."""
+    """An encoded real number as a Python number. Raises TypeError for other values."""
     if type(data) in (int, float):
         return data
     kind, *parts = data if type(data) is list else [None]
@@ -255,7 +251,7 @@ def real(data):
 
 
 def as_complex(data):
-    """[real part, imaginary part] of an encoded number; of all else [data, 0]."""
+    """[real part, imaginary part] of an encoded complex number; [data, 0] of other data."""
     return data[1:] if is_complex(data) else [data, 0]
 
 
@@ -264,8 +260,8 @@ def is_complex(data):
 
 
 def equal_values(a, b, tolerance=None):
-    """Are two values equal by Python's rules, but for the rounding of floats?
-    tolerance: that of a task (tolerance_of); None: as if these two values were all its numbers."""
+    """Whether two values are equal by Python's rules, but for the rounding of floats.
+    tolerance: that of a task (tolerance_of). None: as if these two values were all its numbers."""
     if tolerance is None:
         tolerance = tolerance_of(numbers_in([a, b]))
     if a == b:
@@ -291,7 +287,7 @@ def equal_values(a, b, tolerance=None):
 
 
 def equal_numbers(a, b, tolerance):
-    """The same of a float and something else. Two floats, or numbers of which one has a fraction, may differ by
+    """equal_values of a float and something else. Two floats, or numbers of which one has a fraction, may differ by
     rounding."""
     try:
         a, b = real(a), real(b)

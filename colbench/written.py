@@ -34,8 +34,8 @@ def read_literal(text):
 
 
 def parse_reply(text):
-    """The first object in a reply that has a key which was asked for, or None. Fences and prose around it do not
-    matter."""
+    """The first object in a reply with one of the keys that the prompt asks for, or None. It may stand in a fence and
+    between prose."""
     keys = {*WRITTEN_KEYS, *WRITTEN_KEYS.values()}
     for read in (read_json, read_literal):
         for match in itertools.islice(re.finditer(r"""\{\s*["']""", text), 20):
@@ -56,7 +56,7 @@ def bare_code(code):
 
 
 def squeeze(code):
-    """Code without what two ways of writing it differ in."""
+    """Code without blanks and with one kind of quotes, so that two ways to write it are equal."""
     return re.sub(r"\s", "", code).replace('"', "'").rstrip(":")
 
 
@@ -72,7 +72,7 @@ def names_signature(text, function):
 
 
 def call_of(text, name):
-    """A call of the function `name`, written in the one way that ast has; None where `text` is none."""
+    """A call of the function `name` as ast writes it, or None if `text` is no such call."""
     with contextlib.suppress(*NO_PYTHON):
         call = ast.parse(text.strip(), mode="eval").body
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name:
@@ -80,7 +80,7 @@ def call_of(text, name):
 
 
 def code_in(description, code):
-    """A line of code (bare_code) that stands in the description; None: none does."""
+    """A telling line of code (from bare_code) that is also in the description, or None."""
     description = squeeze(description)
     for line in map(squeeze, code.splitlines()):
         is_telling = len(line) >= 8 and re.search(r"[-+*/%=<>([{]", line) and not line.startswith("def")
@@ -128,7 +128,7 @@ def written_task(reply, ended):
 
 
 def repeat_reason(task, seen):
-    """Why a task repeats one of `seen` = (bodies, sets of word triples); None if it does not: it is then added."""
+    """Why a task repeats one of `seen` = (bodies, sets of word triples), or None. Then it is added to them."""
     bodies, kept_triples = seen
     name = task["test_cases"]["test1"].split("(")[0]
     _, code = bare_code(task["ground_truth"])

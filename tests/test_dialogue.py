@@ -86,12 +86,12 @@ def test_what_the_user_does_not_answer_is_not_known(reply, known):
 
 @pytest.mark.parametrize("domain", [backend, sql])
 def test_the_rule_based_user_answers_all_that_it_is_asked(domain):
-    rng = random.Random(0)
+    rng, environment = random.Random(0), domain.Environment()
     for task in make_tasks(domain, 20, 0, "all", "none"):
         for fact, other in itertools.product(task["facts"], repeat=2):
             history = turns("?", f"{rng.choice(fact['questions'])} {rng.choice(other['questions'])}")
             asked = dialogue.topics_asked(task["facts"], history[1]["content"])
-            reply = {"role": "user", "content": dialogue.known_reply(task, history, rng)}
+            reply = {"role": "user", "content": asyncio.run(environment.rule_reply(task, history, rng))}
             for_user = {index for index in asked if task["facts"][index].get("by") != "look"}
             assert domain.known_facts(task, [*history, reply]) == for_user
 
