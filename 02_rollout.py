@@ -557,6 +557,7 @@ def main(argv=None):
     if args.best_of > 1 and not players.judge:
         players.critic = common.open_critic(args.critic, args.agent, domain, args.reference_sees_c)
         players.critic.check_tokenizer(tokenizer, args.agent)
+        say(players.critic.describe())
         players.critic.load(load_whole(run.device, args.dtype), args.max_tokens)
 
     # their dialogues

@@ -406,8 +406,8 @@ def main(argv=None):
     advantages = {}
     if args.candidates:
         forms["candidates"] = candidate_form(args.candidates, domain, form_of_turns)
+    say(*dict.fromkeys(itertools.chain(*forms.values())))            # each line once
     if forms["advantages"]:
-        say(*forms["advantages"])
         advantages = add_turn_advantages(metrics, files, critic, args.advantage_tasks, run.device)
         write_json(out / "metrics.json", metrics)
 

@@ -1,5 +1,6 @@
 """Flags that several stages share, and presets. It imports nothing that takes seconds, as flags are read first."""
 import argparse
+import functools
 import importlib.util
 import math
 import sys
@@ -10,10 +11,7 @@ UNTRAINED = "untrained"         # --critic: the base model, with no training
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Wide; shows defaults other than None and False."""
-
-    def __init__(self, prog):
-        super().__init__(prog, max_help_position=40, width=120)
+    """Shows defaults other than None and False."""
 
     def _get_help_string(self, action):
         says_nothing = action.default is None or action.default is False or "(default:" in action.help
@@ -30,7 +28,8 @@ class Parser(argparse.ArgumentParser):
 def argument_parser(docstring):
     """A parser with --version, whose --help shows the stage's docstring and every default."""
     sys.__stdout__.reconfigure(errors="backslashreplace")            # text that cannot be encoded must not end a run
-    parser = Parser(description=docstring, formatter_class=Formatter, usage="%(prog)s … (arguments below)")
+    wide = functools.partial(Formatter, max_help_position=40, width=120)
+    parser = Parser(description=docstring, formatter_class=wide, usage="%(prog)s … (arguments below)")
     parser.add_argument("--version", action="version", version=f"SWEET-RL, minimal {VERSION}")
     return parser
 
@@ -106,6 +105,13 @@ def is_server(name):
     return name.startswith(("http://", "https://"))
 
 
+def server_flag(text):
+    """A type: the address of a server."""
+    if not is_server(text):
+        raise argparse.ArgumentTypeError("must be http://HOST:PORT/v1#NAME")
+    return text
+
+
 def add_overwrite(parser):
     parser.add_argument("--overwrite", action="store_true", help="replace an output that other arguments made")
 
@@ -156,19 +162,14 @@ def add_candidates(parser):
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs per turn")
     group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="most tokens in a candidate")
-    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run "
-                       "with the same model, seed, trajectories and sampling")
-    group.add_argument("--sampler", type=text_flag, metavar="URL,…", help="servers of --model's weights, "
-                       "http://HOST:PORT/v1#NAME, that return token ids, as vLLM does (not bit-reproducible)")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run "
+                        "with the same model, seed, trajectories and sampling")
+    source.add_argument("--sampler", type=server_flag, metavar="URL,…", help="servers of --model's weights, "
+                        "http://HOST:PORT/v1#NAME, that return token ids, as vLLM does (not bit-reproducible)")
     group.add_argument("--concurrency", type=num_samples_flag, default=256, help="candidates in flight per rank")
     group.add_argument("--pairs-together", action="store_true", help="one example of all pairs of a turn (faster); "
                        "a batch has --batch-size / --pairs-per-turn of them")
-
-
-def check_candidates(parser, sampler, candidates):
-    """Reject incompatible candidate flags."""
-    if sampler and (candidates or not is_server(sampler)):
-        parser.error("--sampler: must be http://HOST:PORT/v1#NAME, and cannot be used with --candidates")
 
 
 def add_training(parser, max_length, epochs=None, batch_size=None):

@@ -28,12 +28,12 @@ from conftest import (
     succeed,
     write,
 )
-from lib import tokens, training
+from lib import training
 from lib.data import read_trajectories
 from lib.load import load_model
 from lib.logps import action_lengths, ActionModel, collate, HeadModel, Sequence
 from lib.runtime import InputError
-from lib.tokens import agent_turns, render_chat
+from lib.tokens import agent_turns
 
 critic_stage = stage(3)
 REQUIRED = ["--trajectories", "t", "--model", "m", "--out", "o"]
@@ -349,7 +349,7 @@ def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, criti
               4: ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE],
               5: [f"a={workspace / 'offline.jsonl'}"]}
     sentence = "They need this {noun}.\n{c}\n"
-    line = f"{critic[0]}: its prompt format differs from this code's (SOLUTION_TEXT, "
+    line = f"{critic[0]}: was trained with another SOLUTION_TEXT of its domain; "
     assert common.read_critic(critic[0], backend)
     with monkeypatch.context() as patch:
         patch.setattr(Domain, "SOLUTION_TEXT", sentence)
@@ -358,24 +358,9 @@ def test_a_critic_is_refused_where_its_prompt_is_made_otherwise(workspace, criti
         assert not (tmp_path / "out").exists()
         shutil.copytree(critic[0], tmp_path / "old")
         note = json.loads((tmp_path / "old" / "critic.json").read_text())
-        del note["prompt_form"]
+        assert note.pop("solution_text") == backend.SOLUTION_TEXT
         (tmp_path / "old" / "critic.json").write_text(json.dumps(note))
         assert common.read_critic(tmp_path / "old", backend)
-    for module, name, changed in (
-            (common, "critic_prompt", lambda tokenizer, prompt, task: prompt), (tokens, "LAST_ROUND", "(the last)"),
-            (tokens, "render_chat", lambda *chat, **options: render_chat(*chat, **options) + " ")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, changed)
-            with pytest.raises(InputError, match="its prompt format differs"):
-                common.read_critic(critic[0], backend)
-
-
-def test_the_form_of_a_prompt_is_the_same_every_day(tiny):
-    tokenizer, forms = copy.deepcopy(tiny[1]), []
-    for day in ("strftime_now('%d %b %Y')", "'28 Nov 2026'", "'29 Nov 2026'", "strftime_now('%H:%M:%S.%f')"):
-        tokenizer.chat_template = "{{ " + day + " }}" + tiny[1].chat_template
-        forms += [common.prompt_form(common.LogRatioCritic("x", "x", tokenizer), backend) for _ in range(2)]
-    assert forms[0::2] == forms[1::2] and len(set(forms)) == 4
 
 
 def test_scores_with_a_blind_reference(workspace, critic, tiny):

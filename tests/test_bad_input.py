@@ -68,7 +68,7 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     "4 SWEET untrained --reference-sees-c yes":
         "--critic untrained: every score is 0 if the reference model sees c",
     "4 SWEET MODEL/config.json":
-        "MODEL/config.json: is a file, not a folder written by 03_train_critic.py (did you mean MODEL?)",
+        "MODEL/config.json: has no critic.json, so it is not a finished critic of 03_train_critic.py",
     "4 SWEET NO_JSON": "NO_JSON/critic.json: not JSON", "4 SWEET A_LIST": "A_LIST/critic.json: a list",
     "4 SWEET AN_INT": "AN_INT/critic.json: missing", "4 SWEET NO_NOTE": "NO_NOTE: has no critic.json",
     "4 SWEET NO_FORM": "NO_FORM/critic.json: ", "4 SWEET SIGHT": NO_SIGHT, "5 a=DEMOS --critic SIGHT": NO_SIGHT,

@@ -60,7 +60,7 @@ def page_data(files, domain, forms, states=()):
 
 
 def key_of(row):
-    """What the page shows as one task. Dialogues of other programs may share a task_id and differ in the rest."""
+    """Key of a row's task on the page. Dialogues of other programs may share a task_id and differ in the rest."""
     return row["task_id"], row["task"]["problem_description"], row["task"]["ground_truth"]
 
 
@@ -82,7 +82,7 @@ def rounded(value):
 
 
 def draws_images(domain):
-    """Whether the scorer draws pages. Where it does not, a file's own "image" says nothing."""
+    """Whether the scorer makes screenshots. If it does not, an "image" in the file is ignored."""
     return "image" in domain.SCORE_KEYS
 
 
@@ -99,7 +99,7 @@ def task_data(row, domain):
 
 
 def dialogue_data(trajectory, domain):
-    """What the page shows of a scored trajectory; "image": the file of a screenshot, as the row names it."""
+    """A scored trajectory for the page; "image": the file of its screenshot, as the row names it."""
     return slim({
         "run": trajectory.get("run", 0),
         "sample": trajectory["sample"],
@@ -147,7 +147,7 @@ def turns_data(trajectory, domain):
 
 
 def state_data(state):
-    """What the page shows of a state's candidates."""
+    """A state with its candidates for the page."""
     history = []
     for turn in state["history"]:
         history.append({"who": "agent" if turn["role"] == "assistant" else "user", "text": text_of(turn["content"])})
@@ -206,7 +206,7 @@ def screenshots(data, folder):
 
 
 def about_lines(command, rollouts):
-    """What the page says of its making: models and seeds, the command, commit and date.
+    """Lines that say how the page was made: models and seeds, the command, commit and date.
 
     rollouts: {name: the arguments of 02 that made its first file}."""
     made = [f"{name}: {args.get('agent')}, seed {args.get('seed')}" for name, args in rollouts.items() if args]
