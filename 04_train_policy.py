@@ -187,7 +187,12 @@ def read_states(trajectories, tokenizer, data_frac, seed):
     subset = [trajectories[i] for i in sorted(order[:num_used])]
     states, kinds = [], collections.Counter()
     for trajectory in subset:
-        states += trajectory_states(trajectory, agent_turns(tokenizer, trajectory, kinds))
+        history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
+        dialogue = {key: trajectory[key] for key in data.NAME if key in trajectory}
+        turns = zip(agent_places(history), agent_turns(tokenizer, trajectory, kinds))
+        for number, (place, (prompt, _)) in enumerate(turns):
+            states.append({**dialogue, "turn": number, "task": trajectory["task"], "prompt": prompt,
+                           "history": history[:place], "max_rounds": trajectory.get("max_rounds", 10)})
     say(f"{len(states):,} agent turns of {len(subset):,} dialogues (--data-frac {data_frac:g} of "
         f"{len(trajectories):,})")
     say_kinds("their prompts", kinds)
@@ -210,18 +215,6 @@ def fitting_states(states, tokenizer, critic, max_new_tokens, job):
         raise InputError(f"{job.path}: no turns to train on: their prompts leave no room for --max-new-tokens "
                          f"{max_new_tokens}")
     return fitting
-
-
-def trajectory_states(trajectory, turns):
-    """The states of a trajectory, one for each agent turn. turns: its agent_turns."""
-    history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
-    dialogue = {key: trajectory[key] for key in data.NAME if key in trajectory}
-    states = []
-    for number, place in enumerate(agent_places(history)):
-        prompt, _ = turns[number]
-        states.append({**dialogue, "turn": number, "task": trajectory["task"], "prompt": prompt,
-                       "history": history[:place], "max_rounds": trajectory.get("max_rounds", 10)})
-    return states
 
 
 def find_candidates(states, sampling, job):

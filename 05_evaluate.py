@@ -51,7 +51,6 @@ def parse_args(argv=None):
     parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR", help="show candidates of a folder of 04")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
     flags.add_world(parser)
-    flags.add_overwrite(parser)
     args = parser.parse_args(argv)
     if args.reference_sees_c is not None and not args.critic:
         parser.error("--reference-sees-c goes with --critic")

@@ -17,15 +17,7 @@ from colbench import domain_of
 from colbench.schema import label, one_of, record
 from lib import vision
 from lib.flags import UNTRAINED
-from lib.load import (
-    adapter_off,
-    base_of,
-    check_base,
-    check_weights,
-    is_adapter,
-    load_tokenizer,
-    most_positions,
-)
+from lib.load import adapter_off, base_of, check_base, check_weights, is_adapter, load_tokenizer, most_positions
 from lib.logps import (
     action_lengths,
     action_outputs,

@@ -51,7 +51,7 @@ policy = importlib.import_module("04_train_policy")
 # ---------------------------------------------------------------------------------------------------------------------
 # scores of candidates
 
-def worths(environment, rows, critic):
+def candidate_scores(environment, rows, critic):
     """The score of every candidate, a list for each row: by gains() or, for an answer, by the untrained critic."""
     scores = policy.score_rows(rows, critic)
     gain_of = gains(environment, rows, critic)
@@ -142,7 +142,7 @@ def main(argv=None):
     del read_candidates
     options = {**vars(args), "similarity": None}                     # it only replies and does not score
     with data.environment(domain, f"{args.out}.images", None, options) as environment:
-        score = functools.partial(worths, environment)
+        score = functools.partial(candidate_scores, environment)
         rows = policy.score_candidates(with_agents(rows, trajectories), critic, job, score)
     pairs = policy.pairs_of(rows, tokenizer, args.pairs_per_turn, job)
     examples = policy.pair_examples(pairs, tokenizer, args.pairs_together)

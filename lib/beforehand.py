@@ -32,7 +32,7 @@ def untrained_pair_accuracy(task_ids, gaps):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# do the pairs teach to answer?
+# do the pairs teach the agent to answer?
 
 def answering_candidates(state, domain):
     """Numbers of a state's candidates that are answers: they would end the dialogue even if it was not the last round.

@@ -68,6 +68,8 @@ def number_flag(low, high, kind=float):
 positive_int = number_flag(1, 10 ** 9, int)
 non_negative_float = number_flag(0, 10 ** 9)
 share_flag = number_flag(0, 1)
+learning_rate_flag = number_flag(0, 1000)
+return_gap_flag = number_flag(0, 2)
 num_tokens_flag = number_flag(1, 10 ** 6, int)                           # per turn: each has a random number
 num_samples_flag = number_flag(1, 10 ** 4, int)                          # per turn, or in flight
 seed_flag = number_flag(-2 ** 32, 2 ** 32, int)                          # its product with the steps fits in 64 bits
@@ -112,10 +114,6 @@ def server_flag(text):
     return text
 
 
-def add_overwrite(parser):
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that other arguments made")
-
-
 def add_world(parser):
     """Flags for a domain's Environment (colbench/domain.py), for the stages that score answers."""
     group = parser.add_argument_group("scoring")
@@ -125,12 +123,13 @@ def add_world(parser):
                        "compared: cosine of CLIP embeddings (the paper's), or colours and structure (no weights)")
     group.add_argument("--clip-model", type=text_flag, metavar="MODEL", help="--similarity clip: folder or hub id "
                        "(None: openai/clip-vit-base-patch32)")
-    add_browser(group)
+    add_browser_and_overwrite(parser, group)
 
 
-def add_browser(parser):
-    parser.add_argument("--browser", type=text_flag, metavar="PATH", help="Chromium or Chrome, if the domain needs "
-                        "one (None: the first one found)")
+def add_browser_and_overwrite(parser, group):
+    group.add_argument("--browser", type=text_flag, metavar="PATH", help="Chromium or Chrome, if the domain needs "
+                       "one (None: the first one found)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an output that other arguments made")
 
 
 def yes_or_no(text):
@@ -179,7 +178,7 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
     parser.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the examples")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="examples per step, over all ranks")
-    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate (warm-up, "
+    parser.add_argument("--lr", type=learning_rate_flag, default=2e-7, help="peak learning rate (warm-up, "
                         "cosine): the paper's, for 8B; models/tiny needs 3e-5 to 1e-3")
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01, help="weight of the chosen side's NLL")
@@ -190,7 +189,7 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     group.add_argument("--num-trajectories", type=positive_int, help="use only this many (nested subsets, by --seed)")
     group.add_argument("--max-length", type=positive_int, default=max_length,
                        help="drop longer trajectories (tokens); SWEET: longer pairs")
-    group.add_argument("--min-return-gap", type=number_flag(0, 2), help="least difference in reward of a pair, if "
+    group.add_argument("--min-return-gap", type=return_gap_flag, help="least difference in reward of a pair, if "
                        "rewards are graded (None: the domain's)")
     group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after this many steps")
     group = parser.add_argument_group("LoRA (needs peft)")
@@ -206,5 +205,4 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     group.add_argument("--dry-run", type=positive_int, metavar="RANKS", help="only predict the memory per rank")
     group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")
     group.add_argument("--track", type=project_flag, metavar="PROJECT", help="also log to this project of trackio")
-    add_browser(group)
-    add_overwrite(parser)
+    add_browser_and_overwrite(parser, group)

@@ -1,5 +1,6 @@
 """The training loop's plumbing, the same for 03 and 04: batches, schedule, optimiser, checkpoints, log."""
 import collections
+import dataclasses
 import functools
 import itertools
 import json
@@ -192,7 +193,7 @@ class Loop:
         say(f"{len(examples):,} examples, {self.num_steps:,} steps of at most {schedule.batch_size}")
         self.output.note(trained_on=kind_of_examples(examples))
         self.optimizer = adamw(action_model, schedule.lr)
-        self.checkpoints = Checkpoints(self.output.path, action_model, self.optimizer)
+        self.checkpoints = Checkpoints(self.output.path / "states", action_model, self.optimizer)
         self.first_step = self.checkpoints.load()
         self.metrics = self.output.path / "metrics.jsonl"
         rows = cut_metrics(self.metrics, self.first_step)
@@ -270,15 +271,15 @@ class Loop:
             self.track(**row)
 
 
+@dataclasses.dataclass(eq=False)
 class Checkpoints:
-    """The last two complete states of a run, in `folder`/states/STEP: shards of model and optimiser by
+    """The last two complete states of a run, in `folder`/STEP: shards of model and optimiser by
     torch.distributed.checkpoint, which any number of ranks can load. Order, schedule and seeds follow from the step and
     the arguments."""
 
-    def __init__(self, folder, model, optimizer):
-        self.folder = pathlib.Path(folder, "states")
-        self.model = model
-        self.optimizer = optimizer
+    folder: pathlib.Path
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
 
     def whole(self):
         """Steps of the complete states: .metadata is written last."""

@@ -16,7 +16,7 @@ def export(folder, files, system_of):
 def as_messages(name, trajectory, system):
     """A row: "messages", "c", what is known of the dialogue, "advantages" and "kinds" of the agent's turns in order.
 
-    What is not known is None."""
+    Unknown values are None."""
     kinds, advantages = trajectory["kinds"], trajectory.get("advantages")
     turns = [{"role": "system", "content": system}, *trajectory["dialogue_history"]]
     return {

@@ -1,7 +1,7 @@
 """The page that 05 writes: its data, and report.html with its style and script (jinja2).
 
-Models wrote most of what the page shows. Their texts stand in one JSON element (tojson), and the script makes text
-nodes of them; the page's policy lets no other script run."""
+Models wrote most texts of the page. These texts are in one JSON element (tojson), and the script inserts them as text
+nodes; the page's policy blocks every other script."""
 import base64
 import collections
 import hashlib
@@ -23,7 +23,7 @@ IMAGE_BYTES = 25_000                  # of a screenshot in the page, about
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the page's data: methods, tasks, dialogues, states; short keys, and none whose value says nothing
+# the page's data: methods, tasks, dialogues, states. Keys are short; keys without a value are left out
 
 def page_data(files, domain, forms, states=()):
     """The data of the page.
@@ -31,7 +31,7 @@ def page_data(files, domain, forms, states=()):
     files: {name: trajectories, scored, with "kinds" and "known" (measure_turns), and with "failed" (Environment.score)
     and "advantages" (common.score_turns) where these are known}.
     forms: {"advantages", "candidates": lines that say what these numbers are}.
-    states: turn_advantages.read_states, with the "kind" of each candidate."""
+    states: of turn_advantages.read_states, with the "kind" of each candidate."""
     fitting, left_out = fitting_tasks(list(itertools.chain(*files.values())))
     tasks, dialogues, page_states = {}, [], []                       # tasks: {key of a task: its data}
     for method, trajectories in enumerate(files.values()):
