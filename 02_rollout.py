@@ -151,6 +151,9 @@ class Settings(NamedTuple):
     max_new_tokens: int
     simulator_max_new_tokens: int
     chat_template_args: dict
+    samples: int                                # dialogues of a task; --branch: continuations of a message
+    branch: int | None                          # --branch: states; and messages sampled in each
+    branch_candidates: int
     concurrency: int
     dtype: str
     max_length: int
@@ -307,32 +310,25 @@ def new_dialogues(tasks, system, samples):
     return dialogues
 
 
-class Branches(NamedTuple):
-    """Flags of --branch: number of states, of messages per state, and of continuations per message."""
-
-    num_states: int
-    candidates: int
-    continuations: int
-
-
-def branched_dialogues(trajectories, system, branches, settings, path):
-    """The dialogues of --branch. A state is an agent turn of a trajectory; only the turns before it are kept.
+def branched_dialogues(trajectories, system, settings, path):
+    """The dialogues of --branch: in each state --branch-candidates messages, each continued --samples times. A state is
+    an agent turn of a trajectory; only the turns before it are kept.
     path: of the trajectories, for errors."""
     states = []
     for trajectory in trajectories:
         for position in agent_places(trajectory["dialogue_history"]):
             states.append((trajectory, position))
-    if len(states) < branches.num_states:
-        say(f"{path}: has only {len(states):,} agent turns; --branch {branches.num_states:,} will use them all")
-    states = random.Random(settings.seed).sample(states, min(branches.num_states, len(states)))
+    if len(states) < settings.branch:
+        say(f"{path}: has only {len(states):,} agent turns; --branch {settings.branch:,} will use them all")
+    states = random.Random(settings.seed).sample(states, min(settings.branch, len(states)))
     dialogues = []
     for trajectory, position in states:
         max_rounds = trajectory.get("max_rounds", settings.max_rounds)
         if max_rounds != settings.max_rounds:
             raise InputError(f"{path}: task {trajectory['task_id']} was rolled out with --max-rounds "
                              f"{max_rounds}; --branch needs the same")
-        for candidate in range(branches.candidates):
-            for continuation in range(branches.continuations):
+        for candidate in range(settings.branch_candidates):
+            for continuation in range(settings.samples):
                 dialogue = branched_dialogue(len(dialogues), trajectory, position, candidate, continuation)
                 dialogue.system = system_prompt(trajectory) if system is None else system
                 dialogues.append(dialogue)
@@ -555,8 +551,7 @@ def main(argv=None):
     # their dialogues
     group = 1
     if args.branch:
-        branches = Branches(args.branch, args.branch_candidates, args.samples)
-        dialogues = branched_dialogues(trajectories, system, branches, settings, args.tasks)
+        dialogues = branched_dialogues(trajectories, system, settings, args.tasks)
         group = args.samples                                         # continuations share their first turn
     else:
         dialogues = new_dialogues(tasks, system, args.samples)

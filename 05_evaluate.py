@@ -255,7 +255,7 @@ def training_lines(folders, histories):
     for name, folder in folders.items():
         trained_on = runtime.read_args(folder).get("trained_on", "-")
         rows.append([name, trained_on, f"{len(histories[name]):,}", held_out_accuracy(folder)])
-    return statistics.aligned(["training", "trained on", "steps", "held-out accuracy"], rows) if rows else []
+    return statistics.aligned(["training", "trained on", "steps", "held-out accuracy"], rows)
 
 
 def held_out_accuracy(folder):
@@ -275,7 +275,7 @@ def cost_lines(metrics):
         if "costs" in method:
             trained, generated, seconds = (method["costs"][key] for key in COSTS)
             rows.append([name, f"{trained / 1e6:,.3f}", f"{generated / 1e6:,.3f}", f"{seconds / 60:,.1f}"])
-    return statistics.aligned(["costs", "M trained", "M generated", "minutes"], rows) if rows else []
+    return statistics.aligned(["costs", "M trained", "M generated", "minutes"], rows)
 
 
 def add_turn_advantages(metrics, files, critic, num_tasks, device):

@@ -85,4 +85,4 @@ def kind_lines(states, domain):
         ranks, chosen, rejected = zip(*group)
         row = [when, kind, str(len(group)), f"{mean(ranks):.2f}"]
         rows.append([*row, str(sum(chosen)), str(sum(rejected))])
-    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], rows) if rows else []
+    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], rows)
