@@ -474,18 +474,6 @@ def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def open_model(trajectories, is_fresh, job):
-    """(tokenizer, a function that loads the ActionModel) for --model or, if is_fresh, for a small new model whose
-    vocabulary comes from the trajectories."""
-    if is_fresh:
-        texts = [common.vocabulary_text(trajectory) for trajectory in trajectories]
-        model, tokenizer = fresh_model(texts)
-        return tokenizer, functools.partial(shard, ActionModel(model.to(job.run.device)), job.run, job.sharding)
-    if reads_images(job.model):
-        raise InputError(f"{job.model}: a policy must be text-only; vision-language models can only be critics")
-    return load_tokenizer(job.model), functools.partial(job.load, job.model, lora=job.lora)
-
-
 def checked_critic(name, tokenizer, domain, reference_sees_c, job):
     """The critic of --critic (common.open_critic), if it has the policy's tokenizer."""
     show = functools.partial(data.show_documents, domain, job.output)
@@ -504,8 +492,15 @@ def open_training(flags, inputs=()):
     trajectories = data.read_trajectories(job.path, flags["num_trajectories"], flags["seed"])
     if job.output.is_done():
         return None
-    is_fresh = job.model == "tiny" and flags["method"] == "sft" and not job.lora
-    return job, trajectories, *open_model(trajectories, is_fresh, job)
+    if job.model == "tiny" and flags["method"] == "sft" and not job.lora:      # a new model of the trajectories' words
+        model, tokenizer = fresh_model(map(common.vocabulary_text, trajectories))
+        load = functools.partial(shard, ActionModel(model.to(job.run.device)), job.run, job.sharding)
+    elif reads_images(job.model):
+        raise InputError(f"{job.model}: a policy must be text-only; vision-language models can only be critics")
+    else:
+        tokenizer = load_tokenizer(job.model)
+        load = functools.partial(job.load, job.model, lora=job.lora)
+    return job, trajectories, tokenizer, load
 
 
 def main(argv=None):

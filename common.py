@@ -313,7 +313,7 @@ class LogRatioCritic(TextCritic):
             self.model = self.ref_model = for_scoring(load(self.folder))
             return
         self.model = self.ref_model = load_trained(self.folder, load, self.model_class)
-        if not is_adapter(self.folder):                              # an adapter is switched off: advantages()
+        if not is_adapter(self.folder):                              # advantages() switches an adapter off instead
             self.ref_model = for_scoring(load(self.reference))
 
     def advantages(self, items, ref_items, normalize):
