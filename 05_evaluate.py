@@ -85,7 +85,6 @@ from lib.report.page import about_lines, page_data, write_report
 from lib.report.plots import report_plots
 from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
 from lib.runtime import InputError, Output, read_json, read_jsonl, run_stage, say, start, write_json, write_jsonl
-from lib.tokens import shown_system
 
 MAX_TOKENS = 16384               # in a batch without gradients, and in a dialogue whose turns get advantages
 
@@ -412,7 +411,7 @@ def main(argv=None):
 
     # the page
     if args.export:
-        export(out / "export", files, shown_system)
+        export(out / "export", files)
     page = page_data(files, domain, forms, states)
     rewards = {}
     if domain.MIN_RETURN_GAP is not None:

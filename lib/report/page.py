@@ -81,12 +81,8 @@ def rounded(value):
     return round(value, 6) if value is not None and math.isfinite(value) else None
 
 
-def draws_images(domain):
-    """Whether the scorer makes screenshots. If it does not, an "image" in the file is ignored."""
-    return "image" in domain.SCORE_KEYS
-
-
 def task_data(row, domain):
+    """A row's task for the page."""
     task = row["task"]
     return slim({
         "id": row["task_id"],
@@ -94,7 +90,7 @@ def task_data(row, domain):
         "request": text_of(task["problem_description"]),
         "solution": text_of(task["ground_truth"]),
         "facts": [text_of(text) for text, _ in domain.facts(task, []) or []],
-        "image": row.get("reference_image") if draws_images(domain) else None,
+        "image": row.get("reference_image") if "image" in domain.SCORE_KEYS else None,       # not another program's
     })
 
 
@@ -106,7 +102,7 @@ def dialogue_data(trajectory, domain):
         "reward": trajectory["reward"],
         "answer": text_of(trajectory["answer"]),
         "known": trajectory["known"],
-        "image": trajectory.get("image") if draws_images(domain) else None,
+        "image": trajectory.get("image") if "image" in domain.SCORE_KEYS else None,
         "fault": trajectory.get("render_fault"),
         "failed": [slim(test) for test in trajectory.get("failed") or []],
         "num_failed": sum(fault is not None for fault in trajectory.get("faults") or []) or None,
