@@ -61,7 +61,6 @@ def parse_args(argv=None):
     parser.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="llm: attempts in flight")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="llm: of a local model")
     flags.add_world(parser)
-    flags.add_overwrite(parser)
     args = parser.parse_args(argv)
     if not args.out and not args.check:
         parser.error("the following arguments are required: --out")

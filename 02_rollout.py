@@ -75,7 +75,6 @@ def parse_args(argv=None):
     parser.add_argument("--track", type=flags.project_flag, metavar="PROJECT", help="log the number of dialogues "
                         "and their mean return to this project of trackio (pip install trackio)")
     flags.add_world(parser)
-    flags.add_overwrite(parser)
     flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if args.single_turn:
@@ -152,6 +151,12 @@ class Settings(NamedTuple):
     max_new_tokens: int
     simulator_max_new_tokens: int
     chat_template_args: dict
+    samples: int                                # dialogues of a task; --branch: continuations of a message
+    branch: int | None                          # --branch: states; and messages sampled in each
+    branch_candidates: int
+    concurrency: int
+    dtype: str
+    max_length: int
     seed: int
 
 
@@ -305,32 +310,25 @@ def new_dialogues(tasks, system, samples):
     return dialogues
 
 
-class Branches(NamedTuple):
-    """Flags of --branch: number of states, of messages per state, and of continuations per message."""
-
-    num_states: int
-    candidates: int
-    continuations: int
-
-
-def branched_dialogues(trajectories, system, branches, settings, path):
-    """The dialogues of --branch. A state is an agent turn of a trajectory; only the turns before it are kept.
+def branched_dialogues(trajectories, system, settings, path):
+    """The dialogues of --branch: in each state --branch-candidates messages, each continued --samples times. A state is
+    an agent turn of a trajectory; only the turns before it are kept.
     path: of the trajectories, for errors."""
     states = []
     for trajectory in trajectories:
         for position in agent_places(trajectory["dialogue_history"]):
             states.append((trajectory, position))
-    if len(states) < branches.num_states:
-        say(f"{path}: has only {len(states):,} agent turns; --branch {branches.num_states:,} will use them all")
-    states = random.Random(settings.seed).sample(states, min(branches.num_states, len(states)))
+    if len(states) < settings.branch:
+        say(f"{path}: has only {len(states):,} agent turns; --branch {settings.branch:,} will use them all")
+    states = random.Random(settings.seed).sample(states, min(settings.branch, len(states)))
     dialogues = []
     for trajectory, position in states:
         max_rounds = trajectory.get("max_rounds", settings.max_rounds)
         if max_rounds != settings.max_rounds:
             raise InputError(f"{path}: task {trajectory['task_id']} was rolled out with --max-rounds "
                              f"{max_rounds}; --branch needs the same")
-        for candidate in range(branches.candidates):
-            for continuation in range(branches.continuations):
+        for candidate in range(settings.branch_candidates):
+            for continuation in range(settings.samples):
                 dialogue = branched_dialogue(len(dialogues), trajectory, position, candidate, continuation)
                 dialogue.system = system_prompt(trajectory) if system is None else system
                 dialogues.append(dialogue)
@@ -365,7 +363,7 @@ async def add_first_turn(dialogue, players):
 
 
 async def roll_out(dialogue, players):
-    """Roll out one dialogue to its answer.
+    """Roll out one dialogue to its answer. Returns an async function that scores it and returns its row (add_rows).
 
     If the next turn does not fit into a model, the dialogue ends: treat the agent's last turn as a final-round turn and
     drop the simulator's unread reply. (--branch: a first turn that does not fit is a failure.)"""
@@ -387,6 +385,7 @@ async def roll_out(dialogue, players):
             history.pop()
         dialogue.no_room = True
         dialogue.answer = domain.answer_of(history, True)
+    return functools.partial(scored_row, dialogue, players)
 
 
 def to_trajectory(dialogue, verdicts, players):
@@ -410,12 +409,6 @@ def to_trajectory(dialogue, verdicts, players):
     if "agent" in settings.chat_template_args:
         trajectory["chat_template_args"] = settings.chat_template_args["agent"]
     return {**trajectory, **dialogue.branch}
-
-
-async def make_row(dialogue, players):
-    """Roll out a dialogue. Returns the async function that scores it and returns its row (add_rows)."""
-    await roll_out(dialogue, players)
-    return functools.partial(scored_row, dialogue, players)
 
 
 async def scored_row(dialogue, players):
@@ -493,19 +486,18 @@ def check_players(tasks, domain, settings, path):
         raise InputError(f"--critic judge: cannot compare messages about {domain.NOUN}s; use a critic of 03")
 
 
-def open_samplers(domain, settings, open_model, load_seeing):
-    """{role: its Sampler} for the roles that models play.
-
-    open_model(name, num_sides)   opens a model that reads text
-    load_seeing(name)             loads a simulator that is shown images"""
-    names, samplers = model_names(settings), {}
-    open_once = functools.cache(open_model)                          # a model with two roles is loaded once
+def open_samplers(domain, settings, device):
+    """{role: its Sampler} for the roles that models play."""
+    names, opened, samplers = model_names(settings), {}, {}
     num_sides = 2 if names.get("agent") == names.get("simulator") else 1         # each side has its own cache
+    slots = num_sides * max(settings.concurrency, settings.best_of)
     for role, name in names.items():
         if role == "simulator" and domain.SIMULATOR_SEES and not is_server(name):
-            sampler = Sampler(*load_seeing(name))                    # greedy, one chat at a time
+            sampler = Sampler(*load_vision(name, device, settings.dtype))        # greedy, one chat at a time
         else:
-            sampler = open_once(name, num_sides)
+            if name not in opened:                                   # a model with two roles is loaded once
+                opened[name] = open_sampler(name, device, settings.dtype, slots, settings.max_length)
+            sampler = opened[name]
         samplers[role] = dataclasses.replace(sampler, template_args=settings.chat_template_args.get(role, {}))
     return samplers
 
@@ -542,12 +534,8 @@ def main(argv=None):
         return
 
     # agent, simulator, judge or critic
-    def open_model(name, num_sides):
-        slots = num_sides * max(args.concurrency, args.best_of)
-        return open_sampler(name, run.device, args.dtype, slots, args.max_length)
-    load_seeing = functools.partial(load_vision, device=run.device, dtype=args.dtype)
     environment = data.environment(domain, f"{args.out}.images", output.path.parent, vars(args), run.device)
-    players = Players(settings, environment, **open_samplers(domain, settings, open_model, load_seeing))
+    players = Players(settings, environment, **open_samplers(domain, settings, run.device))
     if args.agent_tokenizer:
         players.agent.tokenizer = load_tokenizer(args.agent_tokenizer)
     tokenizer = players.agent.tokenizer if players.agent else None
@@ -557,13 +545,13 @@ def main(argv=None):
     if args.best_of > 1 and not players.judge:
         players.critic = common.open_critic(args.critic, args.agent, domain, args.reference_sees_c)
         players.critic.check_tokenizer(tokenizer, args.agent)
+        say(players.critic.describe())
         players.critic.load(load_whole(run.device, args.dtype), args.max_tokens)
 
     # their dialogues
     group = 1
     if args.branch:
-        branches = Branches(args.branch, args.branch_candidates, args.samples)
-        dialogues = branched_dialogues(trajectories, system, branches, settings, args.tasks)
+        dialogues = branched_dialogues(trajectories, system, settings, args.tasks)
         group = args.samples                                         # continuations share their first turn
     else:
         dialogues = new_dialogues(tasks, system, args.samples)
@@ -580,7 +568,7 @@ def main(argv=None):
             name = row["task_id"], branch_name(row["branch"])
             players.first_turns[name] = row["dialogue_history"][row["branch"]["turn"]]
     with players.environment:
-        failures = add_rows(rows, dialogues, functools.partial(make_row, players=players), args.concurrency, group)
+        failures = add_rows(rows, dialogues, functools.partial(roll_out, players=players), args.concurrency, group)
     tokens = say_totals(len(dialogues) - len(rows.done), players, begin_s)
     output.add_costs(generated_tokens=tokens)
     finish_rows(rows, len(dialogues), failures)

@@ -87,8 +87,8 @@ import torch.nn.functional as F
 import common
 from colbench import domain_of
 from lib import beforehand, data, training
-from lib.load import load_tokenizer, lora_config, reads_images, weights_fingerprint
-from lib.logps import action_lengths, example_outputs, items_of, padded_outputs, reference_logps
+from lib.load import load_tokenizer, reads_images, weights_fingerprint
+from lib.logps import action_lengths, action_outputs, items_of, padded_outputs, reference_logps
 from lib.memory import dry_run
 from lib.runtime import InputError, run_stage, say, write_json
 from lib.vision import critic_processor, VisualCritic
@@ -187,8 +187,9 @@ def train(action_model, examples, ref_logps, returns, critic, job):
 def pair_accuracy(action_model, examples, ref_logps, critic, max_tokens):
     """Share of trajectory pairs in which the chosen one scores higher; a tie is half right.
     The score is the sum of a trajectory's advantages, or the value after its last turn."""
-    lengths = action_lengths(items_of(examples))                                           # (2P, M)
-    outputs = padded_outputs(example_outputs(action_model, examples, max_tokens))          # (2P, M)
+    items = items_of(examples)                                                             # chosen, rejected, chosen, …
+    lengths = action_lengths(items)                                                        # (2P, M)
+    outputs = padded_outputs([action_outputs(action_model, items, max_tokens)])            # (2P, M)
     if critic.score == "value":
         scores = last_values(outputs, lengths)                                             # (2P,)
     else:
@@ -201,20 +202,20 @@ def pair_accuracy(action_model, examples, ref_logps, critic, max_tokens):
 
 
 def reference_numbers(action_model, examples, plain_examples, critic, job):
-    """(reference_logps of p_ref, what beforehand.say_whether_it_reads_c returns), both of the untrained model.
+    """(reference_logps of p_ref, beforehand.untrained_pair_accuracy), both of the untrained model.
     plain_examples: the examples without c."""
     logps = reference_logps(job.output.path / "ref.pt", action_model, examples, job.max_tokens)
     if not critic.critic_sees_c:
         return logps, None
     plain_logps = reference_logps(job.output.path / "ref_plain.pt", action_model, plain_examples, job.max_tokens)
     gaps = gaps_of_c(logps, plain_logps, examples, critic.normalize)
-    reads_c = beforehand.say_whether_it_reads_c([example.task_id for example in examples], gaps)
-    return logps if critic.reference_sees_c else plain_logps, reads_c
+    accuracy = beforehand.untrained_pair_accuracy([example.task_id for example in examples], gaps)
+    return logps if critic.reference_sees_c else plain_logps, accuracy
 
 
 def gaps_of_c(logps_with_c, logps_without_c, examples, normalize):
     """The untrained critic's score of the chosen trajectory minus that of the rejected one, (P,): what c adds to the
-    log-probabilities of their turns. logps: example_outputs of pairs under the untrained model."""
+    log-probabilities of their turns. logps: reference_logps of pairs."""
     lengths = action_lengths(items_of(examples))                                           # (2P, M)
     gains = common.action_advantages(padded_outputs(logps_with_c), padded_outputs(logps_without_c), lengths, normalize)
     scores = gains.sum(1)                                                                  # (2P,)
@@ -227,9 +228,8 @@ def main(argv=None):
     args = parse_args(argv)
     job = training.Job(vars(args), inputs=[])
     needs_pairs = args.score != "value"
-    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     if args.dry_run:
-        return dry_run(job, args.dry_run, lora, rows_an_example=2 if needs_pairs else 1)
+        return dry_run(job, rows_an_example=2 if needs_pairs else 1)
     trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     if job.output.is_done():
@@ -261,12 +261,12 @@ def main(argv=None):
     job.output.begin()
 
     # p_ref is this model before its first update; compute its log-probs once, with the ActionModel trained below
-    action_model = job.load(args.model, lora, critic.model_class)
+    action_model = job.load(args.model, lora=job.lora, kind=critic.model_class)
     action_model.check_positions(items_of(examples))
     training.show_samples(critic.tokenizer, examples[0])
-    ref_logps, reads_c = [None] * len(examples), None
+    ref_logps, untrained_accuracy = [None] * len(examples), None
     if args.score == "logratio":
-        ref_logps, reads_c = reference_numbers(action_model, examples, plain_examples, critic, job)
+        ref_logps, untrained_accuracy = reference_numbers(action_model, examples, plain_examples, critic, job)
     returns = [max(0.0, float(domain.eval_score(trajectories[first]))) for first, *_ in groups]
     train(action_model, examples[:num_trained], ref_logps, returns, critic, job)    # the others are held out
 
@@ -284,7 +284,7 @@ def main(argv=None):
             "reference": args.model,
             "reference_fingerprint": weights_fingerprint(args.model),
             "prompt_form": common.prompt_form(critic, domain),
-            "untrained_pair_accuracy": reads_c,
+            "untrained_pair_accuracy": untrained_accuracy,
             "held_out_pair_accuracy": accuracy,
             "num_held_out_pairs": num_pairs})
     training.finish_training(job, action_model, critic.tokenizer)

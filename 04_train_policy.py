@@ -67,7 +67,6 @@ def parse_args(argv=None):
         args.epochs = 8
     args.epochs = args.epochs or EPOCHS[args.method]
     args.batch_size = args.batch_size or BATCH_SIZE[args.method]
-    flags.check_candidates(parser, args.sampler, args.candidates)
     return args
 
 
@@ -89,8 +88,8 @@ import common
 from colbench import domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import beforehand, data, training
-from lib.load import fresh_model, load_tokenizer, lora_config, most_positions, read_config, reads_images, shard
-from lib.logps import ActionModel, batch_pairs, items_of, padded_outputs, reference_logps
+from lib.load import fresh_model, load_tokenizer, most_positions, read_config, reads_images, shard
+from lib.logps import ActionModel, items_of, padded_outputs, reference_logps
 from lib.memory import dry_run
 from lib.runtime import InputError, read_jsonl, read_rows, RowFile, run_stage, say, write_jsonl
 from lib.sampling import add_rows, finish_rows, open_sampler
@@ -114,12 +113,26 @@ def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
     return losses, {"chosen": chosen, "rejected": rejected, "nll": nll}
 
 
+def batch_pairs(examples):
+    """The pairs of several examples as a tensor (P, 2, 2): for each pair the chosen and the rejected action, for each
+    action its item (numbered over all examples) and its number.
+
+    Two examples of one item with pairs ((0, 0), (0, 1)) and ((0, 2), (0, 1)) give
+        [[[0, 0], [0, 1]], [[1, 2], [1, 1]]]"""
+    pairs, first_item = [], 0
+    for example in examples:
+        for pair in example.action_pairs:
+            pairs.append([(first_item + item, action) for item, action in pair])
+        first_item += len(example.items)
+    return torch.tensor(pairs)
+
+
 def preference_losses(action_model, batch, examples, ref_logps, job):
     """Eq. 4 of a micro-batch, with numbers for the log: {"loss", …: (examples,)}, summed over each example's pairs.
     train() makes them means over the step's pairs.
     ref_logps: (B, M), of each action under the reference model."""
     items, actions = batch_pairs(examples).unbind(-1)                # of chosen and rejected, (P, 2) each
-    pair_logps = action_model(batch)[items, actions]                                        # (P, 2)
+    pair_logps = action_model(batch)[items, actions]                 # of (B, M), each action's log-probability: (P, 2)
     pair_ref_logps = ref_logps[items, actions]                                              # (P, 2)
     lengths = batch.lengths[items, actions]                                                 # (P, 2)
     losses, metrics = dpo_losses(pair_logps, pair_ref_logps, lengths, job.beta, job.nll_coef)      # (P,)
@@ -148,9 +161,12 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
 
 
 class Sampling(NamedTuple):
-    """Flags for sampling the candidates of a state."""
+    """Flags of the candidates."""
 
-    num_candidates: int
+    data_frac: float                                                 # share of the trajectories whose states are used
+    candidates: str | None                                           # candidates.jsonl of another run
+    sampler: str | None                                              # servers of the policy's weights
+    num_candidates: int                                              # of a state
     temperature: float
     max_new_tokens: int
     seed: int
@@ -171,7 +187,12 @@ def read_states(trajectories, tokenizer, data_frac, seed):
     subset = [trajectories[i] for i in sorted(order[:num_used])]
     states, kinds = [], collections.Counter()
     for trajectory in subset:
-        states += trajectory_states(trajectory, agent_turns(tokenizer, trajectory, kinds))
+        history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
+        dialogue = {key: trajectory[key] for key in data.NAME if key in trajectory}
+        turns = zip(agent_places(history), agent_turns(tokenizer, trajectory, kinds))
+        for number, (place, (prompt, _)) in enumerate(turns):
+            states.append({**dialogue, "turn": number, "task": trajectory["task"], "prompt": prompt,
+                           "history": history[:place], "max_rounds": trajectory.get("max_rounds", 10)})
     say(f"{len(states):,} agent turns of {len(subset):,} dialogues (--data-frac {data_frac:g} of "
         f"{len(trajectories):,})")
     say_kinds("their prompts", kinds)
@@ -179,7 +200,8 @@ def read_states(trajectories, tokenizer, data_frac, seed):
 
 
 def fitting_states(states, tokenizer, critic, max_new_tokens, job):
-    """The states that have room for a candidate after the prompt, also as the critic reads it."""
+    """The states that have room for a candidate after the prompt, also as the critic reads it. Raises InputError if
+    there is none."""
     max_prompt_tokens = most_positions(read_config(job.model)) - max_new_tokens
     fitting = []
     for state in states:
@@ -195,21 +217,10 @@ def fitting_states(states, tokenizer, critic, max_new_tokens, job):
     return fitting
 
 
-def trajectory_states(trajectory, turns):
-    """The states of a trajectory, one for each agent turn. turns: its agent_turns."""
-    history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
-    dialogue = {key: trajectory[key] for key in data.NAME if key in trajectory}
-    states = []
-    for number, place in enumerate(agent_places(history)):
-        prompt, _ = turns[number]
-        states.append({**dialogue, "turn": number, "task": trajectory["task"], "prompt": prompt,
-                       "history": history[:place], "max_rounds": trajectory.get("max_rounds", 10)})
-    return states
-
-
-def find_candidates(path, states, sampling, job):
-    """Rows of candidates.jsonl from `path` or from an interrupted run of this command; None if there are none.
-    Raises InputError if those of `path` do not belong to these states."""
+def find_candidates(states, sampling, job):
+    """Rows of candidates.jsonl from --candidates or from an interrupted run of this command; None if there are none.
+    Raises InputError if those of --candidates do not belong to these states."""
+    path = sampling.candidates
     if not path:
         return job.output.kept_rows("candidates.jsonl")
     rows = read_jsonl(path, CANDIDATES)
@@ -224,11 +235,18 @@ def find_candidates(path, states, sampling, job):
 # ---------------------------------------------------------------------------------------------------------------------
 # sweet: sample candidates of each state, score them, pair them
 
-def open_candidate_sampler(states, tokenizer, server, sampling, job):
-    """Sampler for candidates: a server (--sampler), else the policy, one full copy per rank."""
+def open_candidates(trajectories, tokenizer, critic, sampling, job):
+    """A function that returns the rows of candidates.jsonl, each a state with its candidates. It samples them, unless
+    they are in a file: by servers (--sampler), else by the policy, one full copy per rank."""
+    states = read_states(trajectories, tokenizer, sampling.data_frac, sampling.seed)
+    states = fitting_states(states, tokenizer, critic, sampling.max_new_tokens, job)
+    rows = find_candidates(states, sampling, job)
+    if rows:
+        return lambda: rows
     longest = max(len(encode(tokenizer, state["prompt"])) for state in states) + sampling.max_new_tokens
-    return open_sampler(server or job.model, job.run.device, job.sharding.dtype, sampling.slots,
-                        max(job.max_tokens, longest), tokenizer)
+    sampler = open_sampler(sampling.sampler or job.model, job.run.device, job.sharding.dtype, sampling.slots,
+                           max(job.max_tokens, longest), tokenizer)
+    return functools.partial(sample_candidates, states, sampler, sampling, job)
 
 
 def sample_candidates(states, sampler, sampling, job):
@@ -321,7 +339,7 @@ def ended_candidates(row):
 
 def as_pair(row, chosen, rejected):
     """A row of pairs.jsonl: a state with two of its candidates, which are given by number."""
-    pair = {key: row[key] for key in (*data.NAME, "prompt") if key in row}
+    pair = {key: row[key] for key in (*data.NAME, "prompt") if key in row}      # NAME: "task_id", "sample", "turn"
     for side, number in (("chosen", chosen), ("rejected", rejected)):
         pair[side] = {**row["candidates"][number], "advantage": row["advantages"][number]}
     return pair
@@ -370,7 +388,7 @@ def pair_examples(pairs, tokenizer, together):
     An example has one item: its prompt and all of its actions (common.actions_item)."""
     groups = collections.defaultdict(list)                           # the pairs of a turn, or single pairs
     for number, pair in enumerate(pairs):
-        key = (*data.name_of(pair), pair["prompt"]) if together else number
+        key = (*data.name_of(pair), pair["prompt"]) if together else number         # name_of: the values of NAME
         groups[key].append(pair)
     examples = []
     for group in groups.values():
@@ -456,64 +474,53 @@ def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def open_model(trajectories, is_fresh, lora, job):
-    """(tokenizer, a function that loads the ActionModel) for --model or, if is_fresh, for a small new model whose
-    vocabulary comes from the trajectories."""
-    if is_fresh:
-        texts = [common.vocabulary_text(trajectory) for trajectory in trajectories]
-        model, tokenizer = fresh_model(texts)
-        return tokenizer, functools.partial(shard, ActionModel(model.to(job.run.device)), job.run, job.sharding)
-    if reads_images(job.model):
-        raise InputError(f"{job.model}: a policy must be text-only; vision-language models can only be critics")
-    return load_tokenizer(job.model), functools.partial(job.load, job.model, lora)
-
-
 def checked_critic(name, tokenizer, domain, reference_sees_c, job):
     """The critic of --critic (common.open_critic), if it has the policy's tokenizer."""
     show = functools.partial(data.show_documents, domain, job.output)
     critic = common.open_critic(name, job.model, domain, reference_sees_c, show)
     critic.check_tokenizer(tokenizer, job.model)
+    say(critic.describe())
     return critic
 
 
-def open_fork(flags, inputs=()):
-    """Common start of a fork: (job, trajectories, tokenizer, a function that loads the ActionModel); None if its output
-    is done. flags: {name: value}. inputs: as in training.Job."""
-    if flags["dry_run"]:
-        raise InputError("--dry-run works only with 04_train_policy.py")
+def open_training(flags, inputs=()):
+    """Common start of this stage and its forks: (job, trajectories, tokenizer, a function that loads the ActionModel);
+    None if the output is done. flags: {name: value}. inputs: as in training.Job."""
     job = training.Job(flags, inputs)
+    if job.dry_run:
+        raise InputError("--dry-run works only with 04_train_policy.py")
     trajectories = data.read_trajectories(job.path, flags["num_trajectories"], flags["seed"])
     if job.output.is_done():
         return None
-    lora = lora_config(job.model, flags["lora"], flags["lora_targets"], job.merge)
-    return job, trajectories, *open_model(trajectories, False, lora, job)
+    if job.model == "tiny" and flags["method"] == "sft" and not job.lora:      # a new model of the trajectories' words
+        model, tokenizer = fresh_model(map(common.vocabulary_text, trajectories))
+        load = functools.partial(shard, ActionModel(model.to(job.run.device)), job.run, job.sharding)
+    elif reads_images(job.model):
+        raise InputError(f"{job.model}: a policy must be text-only; vision-language models can only be critics")
+    else:
+        tokenizer = load_tokenizer(job.model)
+        load = functools.partial(job.load, job.model, lora=job.lora)
+    return job, trajectories, tokenizer, load
 
 
 def main(argv=None):
     args = parse_args(argv)
-    more_inputs = [name for name in (args.candidates, args.sampler, args.critic) if name != common.UNTRAINED]
-    job = training.Job(vars(args), more_inputs)
-    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     if args.dry_run:
         rows_an_example = 2 if args.method == "mtdpo" else 1
-        return dry_run(job, args.dry_run, lora, rows_an_example, is_tree=args.method == "sweet")
-    trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
-    if job.output.is_done():
+        return dry_run(training.Job(vars(args), []), rows_an_example, is_tree=args.method == "sweet")
+    more_inputs = [name for name in (args.candidates, args.sampler, args.critic) if name != common.UNTRAINED]
+    opened = open_training(vars(args), more_inputs)
+    if not opened:
         return
-    is_fresh = args.model == "tiny" and args.method == "sft" and not lora
-    tokenizer, load = open_model(trajectories, is_fresh, lora, job)
+    job, trajectories, tokenizer, load = opened
 
     if args.method == "sweet":
         domain = domain_of(trajectories[0]["task"])
         critic = checked_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
-        states = read_states(trajectories, tokenizer, args.data_frac, args.seed)
-        states = fitting_states(states, tokenizer, critic, args.max_new_tokens, job)
-        sampling = flags.pick(Sampling, vars(args))
-        rows = find_candidates(args.candidates, states, sampling, job)
-        sampler = None if rows else open_candidate_sampler(states, tokenizer, args.sampler, sampling, job)
+        read_candidates = open_candidates(trajectories, tokenizer, critic, flags.pick(Sampling, vars(args)), job)
         job.output.begin()
-        rows = rows or sample_candidates(states, sampler, sampling, job)
-        sampler = None                                               # frees its memory
+        rows = read_candidates()
+        del read_candidates                                          # frees the memory of the model that sampled them
         rows = score_candidates(rows, critic, job)                   # eq. 3: critic.score_actions
         pairs = pairs_of(rows, tokenizer, args.pairs_per_turn, job)
         beforehand.say_answers_in_pairs(pairs, rows, trajectories, domain)

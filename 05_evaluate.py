@@ -51,7 +51,6 @@ def parse_args(argv=None):
     parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR", help="show candidates of a folder of 04")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
     flags.add_world(parser)
-    flags.add_overwrite(parser)
     args = parser.parse_args(argv)
     if args.reference_sees_c is not None and not args.critic:
         parser.error("--reference-sees-c goes with --critic")
@@ -86,7 +85,6 @@ from lib.report.page import about_lines, page_data, write_report
 from lib.report.plots import report_plots
 from lib.report.turn_advantages import advantage_summary, kind_lines, read_states
 from lib.runtime import InputError, Output, read_json, read_jsonl, run_stage, say, start, write_json, write_jsonl
-from lib.tokens import shown_system
 
 MAX_TOKENS = 16384               # in a batch without gradients, and in a dialogue whose turns get advantages
 
@@ -256,7 +254,7 @@ def training_lines(folders, histories):
     for name, folder in folders.items():
         trained_on = runtime.read_args(folder).get("trained_on", "-")
         rows.append([name, trained_on, f"{len(histories[name]):,}", held_out_accuracy(folder)])
-    return statistics.aligned(["training", "trained on", "steps", "held-out accuracy"], rows) if rows else []
+    return statistics.aligned(["training", "trained on", "steps", "held-out accuracy"], rows)
 
 
 def held_out_accuracy(folder):
@@ -276,7 +274,7 @@ def cost_lines(metrics):
         if "costs" in method:
             trained, generated, seconds = (method["costs"][key] for key in COSTS)
             rows.append([name, f"{trained / 1e6:,.3f}", f"{generated / 1e6:,.3f}", f"{seconds / 60:,.1f}"])
-    return statistics.aligned(["costs", "M trained", "M generated", "minutes"], rows) if rows else []
+    return statistics.aligned(["costs", "M trained", "M generated", "minutes"], rows)
 
 
 def add_turn_advantages(metrics, files, critic, num_tasks, device):
@@ -406,14 +404,14 @@ def main(argv=None):
     advantages = {}
     if args.candidates:
         forms["candidates"] = candidate_form(args.candidates, domain, form_of_turns)
+    say(*dict.fromkeys(itertools.chain(*forms.values())))            # each line once
     if forms["advantages"]:
-        say(*forms["advantages"])
         advantages = add_turn_advantages(metrics, files, critic, args.advantage_tasks, run.device)
         write_json(out / "metrics.json", metrics)
 
     # the page
     if args.export:
-        export(out / "export", files, shown_system)
+        export(out / "export", files)
     page = page_data(files, domain, forms, states)
     rewards = {}
     if domain.MIN_RETURN_GAP is not None:

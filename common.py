@@ -4,6 +4,7 @@ c is the solution of the task: a critic may see it, the agent may not."""
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -17,24 +18,15 @@ from colbench import domain_of
 from colbench.schema import label, one_of, record
 from lib import vision
 from lib.flags import UNTRAINED
-from lib.load import (
-    adapter_off,
-    base_of,
-    check_base,
-    check_weights,
-    is_adapter,
-    load_head,
-    load_tokenizer,
-    most_positions,
-)
+from lib.load import adapter_off, base_of, check_base, check_weights, is_adapter, load_tokenizer, most_positions
 from lib.logps import (
     action_lengths,
     action_outputs,
     ActionModel,
     for_scoring,
     HeadModel,
-    item_length,
     load_trained,
+    longest_sequence,
     num_actions,
     Sequence,
 )
@@ -238,15 +230,6 @@ class TextCritic:
     reference_sees_c   False: its reference model reads the dialogue without c; True: what the critic reads
     normalize          see eq. 3"""
 
-    model_class = HeadModel
-
-    def __init__(self, folder, tokenizer, critic_sees_c=True, reference_sees_c=True, normalize="none"):
-        self.folder = folder
-        self.tokenizer = tokenizer
-        self.critic_sees_c = critic_sees_c
-        self.reference_sees_c = reference_sees_c
-        self.normalize = normalize
-
     def prompt(self, prompt, task, sees_c):
         """An agent's prompt (text) as the critic reads it: with c in front, or unchanged."""
         return critic_prompt(self.tokenizer, prompt, task) if sees_c else prompt
@@ -282,7 +265,7 @@ class TextCritic:
         items = self.trajectory_items(trajectories, self.critic_sees_c)
         ref_items = items if self.reference_sees_c else self.trajectory_items(trajectories, sees_c=False)
         most = min(self.max_tokens, most_positions(self.model.model.config))
-        fitting = [number for number, item in enumerate(items) if item_length(item) <= most]
+        fitting = [number for number, item in enumerate(items) if longest_sequence([item]) <= most]
         scores = [None] * len(trajectories)
         if fitting:
             advantages = self.advantages([items[i] for i in fitting], [ref_items[i] for i in fitting], self.normalize)
@@ -305,7 +288,7 @@ class TextCritic:
             raise InputError(f"{self.folder}: its tokenizer is not the policy's; train the critic from the same model")
 
     def empty_prompts(self, task, history):
-        """Critic prompts for a placeholder dialogue, dates disabled (hashed by prompt_form)."""
+        """The critic's prompts of a placeholder dialogue, for prompt_form."""
         undated = {"chat_template": UNDATED + self.tokenizer.get_chat_template()}
         dummy = {"task": task, "max_rounds": 2, "dialogue_history": history, "chat_template_args": undated}
         prompts = []
@@ -314,18 +297,20 @@ class TextCritic:
         return prompts
 
 
+@dataclasses.dataclass(eq=False)
 class LogRatioCritic(TextCritic):
     """A critic that scores by eq. 3: how much likelier it makes an action than its reference model does.
 
     reference   name of the reference model; an untrained critic is its own reference, which does not see c"""
 
+    folder: str
+    reference: str
+    tokenizer: object
+    critic_sees_c: bool = True
+    reference_sees_c: bool = True
+    normalize: str = "turn"
     score = "logratio"
     model_class = ActionModel
-
-    def __init__(self, folder, reference, tokenizer, critic_sees_c=True, reference_sees_c=True, normalize="turn"):
-        super().__init__(folder, tokenizer, critic_sees_c, reference_sees_c, normalize)
-        self.reference = reference
-        self.is_untrained = folder == reference
 
     def load(self, load, max_tokens):
         """Load the models. The reference model is the one that 03 started from: for an adapter its base, for an
@@ -334,23 +319,23 @@ class LogRatioCritic(TextCritic):
         load(name, lora=…, kind=…) returns an ActionModel: training.Job.load, split over the ranks, or
         load_whole(device). max_tokens: of a batch."""
         self.max_tokens = max_tokens
-        if self.is_untrained:
-            self.model = for_scoring(load(self.folder))
-        else:
-            self.model = load_trained(self.folder, load, self.model_class)
-        self.ref_model = self.model                                  # an adapter is switched off: advantages()
-        if not self.is_untrained and not is_adapter(self.folder):
+        if self.folder == self.reference:                            # untrained
+            self.model = self.ref_model = for_scoring(load(self.folder))
+            return
+        self.model = self.ref_model = load_trained(self.folder, load, self.model_class)
+        if not is_adapter(self.folder):                              # advantages() switches an adapter off instead
             self.ref_model = for_scoring(load(self.reference))
 
     def advantages(self, items, ref_items, normalize):
         """Eq. 3 of the actions of items, (B, M)."""
+        is_untrained = self.folder == self.reference
         logps = action_outputs(self.model, items, self.max_tokens)                         # (actions,) of each item
-        ref_is_base = self.ref_model is self.model and not self.is_untrained       # an adapter: the model with it off
+        ref_is_base = self.ref_model is self.model and not is_untrained            # an adapter: the model with it off
         with adapter_off(self.model.model) if ref_is_base else contextlib.nullcontext():
             ref_logps = action_outputs(self.ref_model, ref_items, self.max_tokens)
         logps = pad_sequence(logps, batch_first=True)                                      # (B, M)
         ref_logps = pad_sequence(ref_logps, batch_first=True)                              # (B, M)
-        if self.is_untrained:
+        if is_untrained:
             # Without c both sides read the same tokens: the advantages are exactly 0, whatever the batches.
             is_same = torch.tensor([item == ref_item for item, ref_item in zip(items, ref_items)])
             ref_logps[is_same] = logps[is_same]
@@ -358,7 +343,7 @@ class LogRatioCritic(TextCritic):
 
     def describe(self):
         """One line that says what its scores are."""
-        model = "p_ref" if self.is_untrained else "p"
+        model = "p_ref" if self.folder == self.reference else "p"
         prompt = "o, c" if self.critic_sees_c else "o"
         ref_prompt = "o, c" if self.critic_sees_c and self.reference_sees_c else "o"
         mean = {"turn": "a mean over the tokens of a", "none": "a sum over the tokens of a",
@@ -367,21 +352,25 @@ class LogRatioCritic(TextCritic):
         return f"{self.folder}: scores are {logratio}, {mean}"
 
 
+@dataclasses.dataclass(eq=False)
 class HeadCritic(TextCritic):
     """A critic with a head on the mean of an action's last hidden states.
 
     score "regression": the head outputs advantages. "value": it outputs the value after a turn (a logit); the advantage
     of a turn is its change of the value, which is 0 before the first turn."""
 
-    def __init__(self, folder, score, tokenizer, critic_sees_c=True):
-        super().__init__(folder, tokenizer, critic_sees_c)
-        self.score = score
+    folder: str
+    score: str
+    tokenizer: object
+    critic_sees_c: bool = True
+    reference_sees_c = True                                          # it has no reference model
+    normalize = "none"
+    model_class = HeadModel
 
     def load(self, load, max_tokens):
         """As in LogRatioCritic."""
         self.max_tokens = max_tokens
         self.model = load_trained(self.folder, load, self.model_class)
-        load_head(self.model.head, self.folder)
 
     def advantages(self, items, ref_items, normalize):
         """The head's outputs for the actions of items, (B, M)."""
@@ -405,14 +394,11 @@ def open_critic(name, model, domain, reference_sees_c=None, show=None):
     """The critic that --critic names, not loaded yet: a folder's (read_critic) or, for "untrained", the `model` itself,
     which scores log p(a|o, c) - log p(a|o), a mean over the tokens of a."""
     if name != UNTRAINED:
-        critic = read_critic(name, domain, reference_sees_c, show)
-    elif reference_sees_c:
+        return read_critic(name, domain, reference_sees_c, show)
+    if reference_sees_c:
         raise InputError(f"--critic {UNTRAINED}: every score is 0 if the reference model sees c; it needs "
                          "--reference-sees-c no")
-    else:
-        critic = LogRatioCritic(model, model, load_tokenizer(model), reference_sees_c=False)
-    say(critic.describe())
-    return critic
+    return LogRatioCritic(model, model, load_tokenizer(model), reference_sees_c=False)
 
 
 def read_critic(folder, domain, reference_sees_c=None, show=None):
@@ -460,7 +446,7 @@ def must_read_text(critic):
 
 
 def prompt_form(critic, domain):
-    """Hash of the critic's prompt format, taken on a placeholder task and dialogue."""
+    """A hash of the critic's prompts of a placeholder dialogue: another one means that they are made differently."""
     task = {"problem_description": "?", "ground_truth": "c", "own": True, "solution_text": domain.SOLUTION_TEXT}
     history = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     page = {"role": "assistant", "content": "```html\n<p>?</p>\n```"}

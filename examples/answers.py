@@ -35,9 +35,7 @@ def parse_args(argv=None):
                         "--data-frac)")
     parser.add_argument("--pairs-by-kind", action="store_true", help="compare answers with answers and questions with "
                         "questions, except where the log decides between them")
-    args = parser.parse_args(argv)
-    flags.check_candidates(parser, args.sampler, args.candidates)
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -52,7 +50,7 @@ import torch
 import common
 from colbench import domain_of
 from lib import beforehand, data
-from lib.logps import item_length, Sequence
+from lib.logps import longest_sequence, Sequence
 from lib.runtime import InputError, run_stage, say
 from lib.statistics import agent_places
 from lib.tokens import agent_turns, decode, encode, note_prompt
@@ -95,7 +93,7 @@ def read_right_answers(trajectories, tokenizer, job):
         read = encode(tokenizer, prompt) + action[:first]
         stated = action[first:]
         item = [Sequence(read + stated, [-1] * len(read) + [0] * len(stated))]
-        if item_length(item) <= job.max_length:
+        if longest_sequence([item]) <= job.max_length:
             items.append(item)
     if not items:
         raise InputError(f"{job.path}: --answer-coef: no successful dialogue whose last turn states an answer")
@@ -161,10 +159,10 @@ def pairs_by_kind(winners, row, pairs_per_turn, rng):
 def main(argv=None):
     args = parse_args(argv)
     inputs = [name for name in (args.candidates, args.sampler, args.critic) if name != common.UNTRAINED]
-    fork = policy.open_fork(vars(args), inputs)
-    if not fork:
+    opened = policy.open_training(vars(args), inputs)
+    if not opened:
         return
-    job, trajectories, tokenizer, load = fork
+    job, trajectories, tokenizer, load = opened
     domain = domain_of(trajectories[0]["task"])
     critic = policy.checked_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)
     data.fill_rewards(trajectories, job.output)
@@ -174,14 +172,11 @@ def main(argv=None):
     right_answers = read_right_answers(trajectories, tokenizer, job) if args.answer_coef else None
 
     # as in 04
-    states = policy.read_states(trajectories, tokenizer, args.data_frac, args.seed)
-    states = policy.fitting_states(states, tokenizer, critic, args.max_new_tokens, job)
     sampling = flags.pick(policy.Sampling, vars(args))
-    rows = policy.find_candidates(args.candidates, states, sampling, job)
-    sampler = None if rows else policy.open_candidate_sampler(states, tokenizer, args.sampler, sampling, job)
+    read_candidates = policy.open_candidates(trajectories, tokenizer, critic, sampling, job)
     job.output.begin()
-    rows = rows or policy.sample_candidates(states, sampler, sampling, job)
-    sampler = None
+    rows = read_candidates()
+    del read_candidates
     rows = policy.score_candidates(rows, critic, job)
     pairs = policy.pairs_of(rows, tokenizer, args.pairs_per_turn, job, choose)
     beforehand.say_answers_in_pairs(pairs, rows, trajectories, domain)

@@ -81,10 +81,10 @@ TaughtExample = collections.namedtuple("TaughtExample", "items action_pairs task
 
 def main(argv=None):
     args = parse_args(argv)
-    fork = policy.open_fork(vars(args))
-    if not fork:
+    opened = policy.open_training(vars(args))
+    if not opened:
         return
-    job, trajectories, tokenizer, load = fork
+    job, trajectories, tokenizer, load = opened
     job.max_length = min(args.max_length, most_positions(read_config(args.model)))
     groups = [(i,) for i in range(len(trajectories))]
     make_items = functools.partial(common.trajectory_items, tokenizer)

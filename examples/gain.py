@@ -28,9 +28,7 @@ def parse_args(argv=None):
     parser.set_defaults(critic=None)
     flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
     flags.add_candidates(parser)
-    args = parser.parse_args(argv)
-    flags.check_candidates(parser, args.sampler, args.candidates)
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -53,7 +51,7 @@ policy = importlib.import_module("04_train_policy")
 # ---------------------------------------------------------------------------------------------------------------------
 # scores of candidates
 
-def worths(environment, rows, critic):
+def candidate_scores(environment, rows, critic):
     """The score of every candidate, a list for each row: by gains() or, for an answer, by the untrained critic."""
     scores = policy.score_rows(rows, critic)
     gain_of = gains(environment, rows, critic)
@@ -127,27 +125,24 @@ def with_agents(rows, trajectories):
 
 def main(argv=None):
     args = parse_args(argv)
-    fork = policy.open_fork(vars(args), [args.candidates, args.sampler])
-    if not fork:
+    opened = policy.open_training(vars(args), [args.candidates, args.sampler])
+    if not opened:
         return
-    job, trajectories, tokenizer, load = fork
+    job, trajectories, tokenizer, load = opened
     domain = domain_of(trajectories[0]["task"])
     if any(domain.lacks(trajectory["task"], "rules") for trajectory in trajectories):
         raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")
-    critic = common.open_critic(common.UNTRAINED, args.model, domain)
+    critic = policy.checked_critic(common.UNTRAINED, tokenizer, domain, None, job)
 
     # as in 04, except the score of candidates
-    states = policy.read_states(trajectories, tokenizer, args.data_frac, args.seed)
-    states = policy.fitting_states(states, tokenizer, critic, args.max_new_tokens, job)
     sampling = flags.pick(policy.Sampling, vars(args))
-    rows = policy.find_candidates(args.candidates, states, sampling, job)
-    sampler = None if rows else policy.open_candidate_sampler(states, tokenizer, args.sampler, sampling, job)
+    read_candidates = policy.open_candidates(trajectories, tokenizer, critic, sampling, job)
     job.output.begin()
-    rows = rows or policy.sample_candidates(states, sampler, sampling, job)
-    sampler = None
+    rows = read_candidates()
+    del read_candidates
     options = {**vars(args), "similarity": None}                     # it only replies and does not score
     with data.environment(domain, f"{args.out}.images", None, options) as environment:
-        score = functools.partial(worths, environment)
+        score = functools.partial(candidate_scores, environment)
         rows = policy.score_candidates(with_agents(rows, trajectories), critic, job, score)
     pairs = policy.pairs_of(rows, tokenizer, args.pairs_per_turn, job)
     examples = policy.pair_examples(pairs, tokenizer, args.pairs_together)

@@ -198,10 +198,10 @@ def grpo_losses(action_model, batch, examples, ref_logps, clip, kl_coef):
 
 def main(argv=None):
     args = parse_args(argv)
-    fork = policy.open_fork(vars(args), [args.critic])
-    if not fork:
+    opened = policy.open_training(vars(args), [args.critic])
+    if not opened:
         return
-    job, trajectories, tokenizer, load = fork
+    job, trajectories, tokenizer, load = opened
     domain = domain_of(trajectories[0]["task"])
     if args.critic:
         critic = policy.checked_critic(args.critic, tokenizer, domain, args.reference_sees_c, job)

@@ -1,5 +1,5 @@
-"""What the training data say before the agent is trained: does the untrained model read c (03), and do SWEET's pairs
-teach the agent to answer or to ask (04)? docs/faq.md says what follows."""
+"""Diagnostics before training: does the untrained model read c (03), and do SWEET's pairs teach the agent to answer or
+to ask (04)? docs/faq.md says what follows."""
 import collections
 
 from lib.data import name_of
@@ -10,7 +10,7 @@ from lib.statistics import agent_places, interval, intervals, mean
 # ---------------------------------------------------------------------------------------------------------------------
 # does the model read c?
 
-def say_whether_it_reads_c(task_ids, gaps):
+def untrained_pair_accuracy(task_ids, gaps):
     """Print and return in which share of the pairs c raises the log-probability of the better dialogue more, under the
     untrained model: {"share", "ci95"}, a mean over tasks.
 
@@ -32,7 +32,7 @@ def say_whether_it_reads_c(task_ids, gaps):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# do the pairs teach to answer?
+# do the pairs teach the agent to answer?
 
 def answering_candidates(state, domain):
     """Numbers of a state's candidates that are answers: they would end the dialogue even if it was not the last round.

@@ -47,6 +47,7 @@ def show_documents(domain, output, documents):
 # tasks and trajectories
 
 # The kinds of rows, with all fields that some stage uses (colbench/schema.py). Other fields are kept unchanged.
+TASK = record({})                               # a domain checks its own fields
 TURN = record({"role": one_of("user", "assistant"), "content": str},
               {"input": str, "output": str, "output_ids": token_ids, "truncated": bool, "leak": str, "tool": bool,
                "render_fault": str})
@@ -91,7 +92,7 @@ def task_fault(row):
     """Fault of a task row, before its domain checks it (a kind of schema.py)."""
     if type(row) is dict and ("dialogue_history" in row or "messages" in row):
         return "is a dialogue, not a task; 01_generate_tasks.py makes tasks"
-    return record({})(row)
+    return TASK(row)
 
 
 def read_tasks(path):

@@ -66,15 +66,12 @@ class Slot:
         """Number of prompt tokens that the row lacks, except the last one, which decoding reads."""
         return len(self.request.prompt) - len(self.ids) - 1
 
-    def last_token(self):
-        """The last token of prompt and output, which is not in the row yet."""
-        return (self.output or self.request.prompt)[-1]
-
     def step_input(self):
         """A row of the inputs of Engine.step(). An idle slot's token is written after its kept tokens."""
         if not self.request:
             return 0, len(self.ids), 0.0, 0.0
-        return self.last_token(), len(self.ids), self.uniforms[len(self.output)], self.request.temperature
+        last_token = (self.output or self.request.prompt)[-1]        # it is not in the row yet
+        return last_token, len(self.ids), self.uniforms[len(self.output)], self.request.temperature
 
 
 class Engine:
@@ -222,11 +219,12 @@ class Engine:
         num_rows = 1 + active[-1].row                           # includes idle rows, whose results are not used
         if self.has_few_shapes:
             num_rows = min(2 ** (num_rows - 1).bit_length(), len(self.slots))
-        inputs = [slot.step_input() for slot in self.slots[:num_rows]]
-        inputs = torch.tensor(inputs, dtype=torch.float64)                                            # (R, 4)
+        rows = [slot.step_input() for slot in self.slots[:num_rows]]
+        inputs = torch.tensor(rows, dtype=torch.float64)                                              # (R, 4)
         tokens = self.step(inputs, self.read_width(inputs[:, 1].max())).tolist()
         for slot in active:
-            slot.ids.append(slot.last_token())
+            last_token, *_ = rows[slot.row]
+            slot.ids.append(last_token)
             slot.output.append(tokens[slot.row])
             if tokens[slot.row] in self.stops or len(slot.output) == len(slot.uniforms):
                 self.finish(slot)

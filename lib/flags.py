@@ -1,5 +1,6 @@
 """Flags that several stages share, and presets. It imports nothing that takes seconds, as flags are read first."""
 import argparse
+import functools
 import importlib.util
 import math
 import sys
@@ -10,10 +11,7 @@ UNTRAINED = "untrained"         # --critic: the base model, with no training
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Wide; shows defaults other than None and False."""
-
-    def __init__(self, prog):
-        super().__init__(prog, max_help_position=40, width=120)
+    """Shows defaults other than None and False."""
 
     def _get_help_string(self, action):
         says_nothing = action.default is None or action.default is False or "(default:" in action.help
@@ -30,7 +28,8 @@ class Parser(argparse.ArgumentParser):
 def argument_parser(docstring):
     """A parser with --version, whose --help shows the stage's docstring and every default."""
     sys.__stdout__.reconfigure(errors="backslashreplace")            # text that cannot be encoded must not end a run
-    parser = Parser(description=docstring, formatter_class=Formatter, usage="%(prog)s … (arguments below)")
+    wide = functools.partial(Formatter, max_help_position=40, width=120)
+    parser = Parser(description=docstring, formatter_class=wide, usage="%(prog)s … (arguments below)")
     parser.add_argument("--version", action="version", version=f"SWEET-RL, minimal {VERSION}")
     return parser
 
@@ -69,6 +68,8 @@ def number_flag(low, high, kind=float):
 positive_int = number_flag(1, 10 ** 9, int)
 non_negative_float = number_flag(0, 10 ** 9)
 share_flag = number_flag(0, 1)
+learning_rate_flag = number_flag(0, 1000)
+return_gap_flag = number_flag(0, 2)
 num_tokens_flag = number_flag(1, 10 ** 6, int)                           # per turn: each has a random number
 num_samples_flag = number_flag(1, 10 ** 4, int)                          # per turn, or in flight
 seed_flag = number_flag(-2 ** 32, 2 ** 32, int)                          # its product with the steps fits in 64 bits
@@ -106,8 +107,11 @@ def is_server(name):
     return name.startswith(("http://", "https://"))
 
 
-def add_overwrite(parser):
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that other arguments made")
+def server_flag(text):
+    """A type: the address of a server."""
+    if not is_server(text):
+        raise argparse.ArgumentTypeError("must be http://HOST:PORT/v1#NAME")
+    return text
 
 
 def add_world(parser):
@@ -119,12 +123,13 @@ def add_world(parser):
                        "compared: cosine of CLIP embeddings (the paper's), or colours and structure (no weights)")
     group.add_argument("--clip-model", type=text_flag, metavar="MODEL", help="--similarity clip: folder or hub id "
                        "(None: openai/clip-vit-base-patch32)")
-    add_browser(group)
+    add_browser_and_overwrite(parser, group)
 
 
-def add_browser(parser):
-    parser.add_argument("--browser", type=text_flag, metavar="PATH", help="Chromium or Chrome, if the domain needs "
-                        "one (None: the first one found)")
+def add_browser_and_overwrite(parser, group):
+    group.add_argument("--browser", type=text_flag, metavar="PATH", help="Chromium or Chrome, if the domain needs "
+                       "one (None: the first one found)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an output that other arguments made")
 
 
 def yes_or_no(text):
@@ -156,19 +161,14 @@ def add_candidates(parser):
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs per turn")
     group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="most tokens in a candidate")
-    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run "
-                       "with the same model, seed, trajectories and sampling")
-    group.add_argument("--sampler", type=text_flag, metavar="URL,…", help="servers of --model's weights, "
-                       "http://HOST:PORT/v1#NAME, that return token ids, as vLLM does (not bit-reproducible)")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run "
+                        "with the same model, seed, trajectories and sampling")
+    source.add_argument("--sampler", type=server_flag, metavar="URL,…", help="servers of --model's weights, "
+                        "http://HOST:PORT/v1#NAME, that return token ids, as vLLM does (not bit-reproducible)")
     group.add_argument("--concurrency", type=num_samples_flag, default=256, help="candidates in flight per rank")
     group.add_argument("--pairs-together", action="store_true", help="one example of all pairs of a turn (faster); "
                        "a batch has --batch-size / --pairs-per-turn of them")
-
-
-def check_candidates(parser, sampler, candidates):
-    """Reject incompatible candidate flags."""
-    if sampler and (candidates or not is_server(sampler)):
-        parser.error("--sampler: must be http://HOST:PORT/v1#NAME, and cannot be used with --candidates")
 
 
 def add_training(parser, max_length, epochs=None, batch_size=None):
@@ -178,7 +178,7 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
     parser.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the examples")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="examples per step, over all ranks")
-    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate (warm-up, "
+    parser.add_argument("--lr", type=learning_rate_flag, default=2e-7, help="peak learning rate (warm-up, "
                         "cosine): the paper's, for 8B; models/tiny needs 3e-5 to 1e-3")
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01, help="weight of the chosen side's NLL")
@@ -189,7 +189,7 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     group.add_argument("--num-trajectories", type=positive_int, help="use only this many (nested subsets, by --seed)")
     group.add_argument("--max-length", type=positive_int, default=max_length,
                        help="drop longer trajectories (tokens); SWEET: longer pairs")
-    group.add_argument("--min-return-gap", type=number_flag(0, 2), help="least difference in reward of a pair, if "
+    group.add_argument("--min-return-gap", type=return_gap_flag, help="least difference in reward of a pair, if "
                        "rewards are graded (None: the domain's)")
     group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after this many steps")
     group = parser.add_argument_group("LoRA (needs peft)")
@@ -205,5 +205,4 @@ def add_training(parser, max_length, epochs=None, batch_size=None):
     group.add_argument("--dry-run", type=positive_int, metavar="RANKS", help="only predict the memory per rank")
     group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")
     group.add_argument("--track", type=project_flag, metavar="PROJECT", help="also log to this project of trackio")
-    add_browser(group)
-    add_overwrite(parser)
+    add_browser_and_overwrite(parser, group)

@@ -445,12 +445,6 @@ def meta_model(config, dtype=torch.float32, **options):
     return kind.from_config(config, dtype=dtype, trust_remote_code=False, **options)
 
 
-def load_head(head, folder):
-    """Read turn_head.pt of a critic folder into a critic's head (logps.ActionModel), split over ranks or not."""
-    with loading(folder):
-        set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # saving
 

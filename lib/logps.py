@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import math
+import pathlib
 from collections import namedtuple
 
 import numpy as np
@@ -69,9 +70,9 @@ def items_of(examples):
     return [item for example in examples for item in example.items]
 
 
-def item_length(item):
-    """Number of tokens in the longest sequence of an item."""
-    return max(len(sequence.ids) for sequence in item)
+def longest_sequence(items):
+    """Number of tokens in the longest sequence of some items."""
+    return max(len(sequence.ids) for item in items for sequence in item)
 
 
 def num_actions(item):
@@ -146,22 +147,6 @@ def tree_mask(sequences, action_ids):
     itself = places == places[:, None]                  # padding sees itself: a softmax over nothing is NaN
     sees = (is_prompt | same_branch) & is_before & (is_token[:, None, :] | itself)        # (R, T, T)
     return sees[:, None]
-
-
-def batch_pairs(examples):
-    """The pairs of several examples as a tensor (P, 2, 2): for each pair the chosen and the rejected action, for each
-    action its item (numbered over all examples, as in collate) and its number.
-
-    Two examples of one item with pairs ((0, 0), (0, 1)) and ((0, 2), (0, 1)) give
-        [[[0, 0], [0, 1]], [[1, 2], [1, 1]]]"""
-    pairs, first_item = [], 0
-    for example in examples:
-        for (chosen_item, chosen_action), (rejected_item, rejected_action) in example.action_pairs:
-            chosen = [first_item + chosen_item, chosen_action]
-            rejected = [first_item + rejected_item, rejected_action]
-            pairs.append([chosen, rejected])
-        first_item += len(example.items)
-    return torch.tensor(pairs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,14 +286,18 @@ def action_sums(batch, values):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# many items: action_outputs, [(actions,)]; example_outputs, [[(actions,)]]; padded_outputs, which are (B, M) again
+# many items: action_outputs, [(actions,)]; reference_logps, [[(actions,)]]; padded_outputs, which are (B, M) again
 
 def action_outputs(action_model, items, max_tokens):
     """action_model(batch) for many items, in evaluation mode and without gradients: a list of float32 tensors (number
-    of actions of the item,).
+    of actions of the item,). An item that occurs several times is computed once.
 
     Batches have at most `max_tokens` padded tokens; a longer item is a separate batch. If the model is split over the
     ranks, every rank must call this with the same items and computes a share of the batches."""
+    distinct = {id(item): item for item in items}                    # trajectories are in several pairs
+    numbers = {key: number for number, key in enumerate(distinct)}
+    order = [numbers[id(item)] for item in items]
+    items = list(distinct.values())
     action_model.check_positions(items)
     if not action_model.takes_trees:
         items = list(map(without_trees, items))
@@ -332,7 +321,7 @@ def action_outputs(action_model, items, max_tokens):
     if world_size > 1:
         for outputs_of_rank in gather(outputs):
             outputs |= outputs_of_rank
-    return [outputs[i] for i in range(len(items))]
+    return [outputs[i] for i in order]
 
 
 def action_lengths(items):
@@ -347,7 +336,7 @@ def action_lengths(items):
 def chunks_of(items, max_tokens):
     """Lists of item numbers, the longest items first. A list with several items has at most `max_tokens` padded tokens.
     """
-    lengths = [item_length(item) for item in items]
+    lengths = [longest_sequence([item]) for item in items]
     chunks, num_rows = [], 0
     for i in sorted(range(len(items)), key=lambda i: -lengths[i]):
         # the first item of a chunk is the longest one
@@ -360,25 +349,15 @@ def chunks_of(items, max_tokens):
     return chunks
 
 
-def example_outputs(action_model, examples, max_tokens):
-    """action_outputs of every example's items, each item once: a list of tensors (actions,) for each example."""
-    items = {id(item): item for item in items_of(examples)}         # trajectories are in several pairs
-    outputs = dict(zip(items, action_outputs(action_model, list(items.values()), max_tokens)))
-    results = []
-    for example in examples:
-        results.append([outputs[id(item)] for item in example.items])
-    return results
-
-
 def padded_outputs(outputs, device="cpu"):
-    """The example_outputs of some examples as one tensor (B, M); 0: no such action."""
+    """The reference_logps of some examples as one tensor (B, M); 0: no such action."""
     return pad_sequence([values for items in outputs for values in items], batch_first=True).to(device)
 
 
 def reference_logps(path, action_model, examples, max_tokens):
-    """example_outputs under the reference model: the model before its first update, with its adapter off. Call this
-    before training.Loop loads the saved state of a resumed run. The outputs are cached in the file `path` for a run
-    that continues with the same examples."""
+    """action_outputs of the items of each example under the reference model: the model before its first update, with
+    its adapter off. Call this before training.Loop loads the saved state of a resumed run. The outputs are cached in
+    the file `path` for a run that continues with the same examples."""
     digest = hashlib.sha256()
     for item in items_of(examples):
         digest.update(repr(item).encode())
@@ -388,7 +367,8 @@ def reference_logps(path, action_model, examples, max_tokens):
         return kept["outputs"]
     say(f"reference log-probabilities of {len(examples):,} examples")
     with adapter_off(action_model.model):
-        outputs = example_outputs(action_model, examples, max_tokens)
+        of_items = iter(action_outputs(action_model, items_of(examples), max_tokens))
+    outputs = [list(itertools.islice(of_items, len(example.items))) for example in examples]
     if is_main():
         partial = path.with_suffix(".partial")
         torch.save({"examples": digest.hexdigest(), "outputs": outputs}, partial)
@@ -446,10 +426,13 @@ def for_scoring(action_model):
 
 
 def load_trained(folder, load, kind):
-    """The ActionModel of a critic's folder, for scoring. For an adapter: its base model with the adapter.
+    """The ActionModel of a critic's folder, with its head, for scoring. For an adapter: its base with the adapter.
     load: training.Job.load, or load_whole(device). kind: ActionModel or a subclass."""
     lora = folder_config(folder)
     action_model = load(base_of(folder) if lora else folder, lora=lora, kind=kind)
     if lora:
         load_adapter(action_model.model, folder)
+    if hasattr(action_model, "head"):
+        with loading(folder):
+            set_tensors(action_model.head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
     return for_scoring(action_model)

@@ -162,9 +162,9 @@ def memory_plan(model, step):
     return plan
 
 
-def dry_run(job, num_ranks, lora, rows_an_example, is_tree=False):
-    """--dry-run: print the memory plan (memory_plan) of a training.Job on num_ranks. lora: None or a LoraConfig."""
-    name = job.model
+def dry_run(job, rows_an_example, is_tree=False):
+    """--dry-run: print the memory plan (memory_plan) of a training.Job."""
+    name, num_ranks = job.model, job.dry_run
     if reads_images(name):
         raise InputError(f"{name}: --dry-run supports only text models")
     config = read_config(name)
@@ -173,7 +173,7 @@ def dry_run(job, num_ranks, lora, rows_an_example, is_tree=False):
     num_rows = num_examples * rows_an_example
     row_tokens = min(job.max_length, most_positions(config))
     accumulates = batch_size > num_examples * num_ranks
-    step = PlannedStep(num_ranks, job.sharding, num_rows, row_tokens, accumulates, is_tree, lora)
+    step = PlannedStep(num_ranks, job.sharding, num_rows, row_tokens, accumulates, is_tree, job.lora)
     say(f"{name} on {num_ranks} ranks, {job.sharding.dtype}; at the peak of a step, on each rank a micro-batch of "
         f"{num_rows} rows of {row_tokens:,} tokens (--max-length, or the model's most):")
     try:

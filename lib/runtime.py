@@ -273,12 +273,15 @@ def on_main(decide):
     return decide_on_main
 
 
+ARGS = record({}, {"stage": str, "args": dict, "inputs": dict})         # of args.json
+
+
 def read_args(out):
     """Read an output's args.json; if missing, return a record whose stage is "no run"."""
     path = pathlib.Path(out, "args.json") if os.path.isdir(out) else pathlib.Path(f"{out}.args.json")
     args = {"stage": "no run", "args": {}, "inputs": {}}
     if path.exists():
-        args |= read_json(path, record({}, {"stage": str, "args": dict, "inputs": dict}))
+        args |= read_json(path, ARGS)
     return args
 
 

@@ -48,7 +48,7 @@ class Sampler:
 
     def visible(self, reply):
         """A reply without its thoughts, as the other side sees it. If the prompt opens the thoughts, a server may have
-        split them off or not; the ids tell."""
+        split them off or not; the ids show which."""
         if not self.server:
             return strip_thoughts(reply.text, reply.prompt)
         if self.tokenizer and reply.ids:

@@ -10,7 +10,7 @@ from lib.runtime import InputError, one_line, optional, say
 from lib.tokens import strip_thoughts
 
 TIMEOUT_S = 600                 # of a request
-RETRIES = 8                     # of a request that is lost, late or refused for a while, after growing pauses
+RETRIES = 8                     # of a request that is lost, late or temporarily refused, after growing pauses
 TRIES = 4                       # requests for one reply, if the first cannot be used
 PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 # Not in the protocol. If they are not set, vLLM, SGLang and llama.cpp use the model's own defaults.

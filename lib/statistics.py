@@ -249,7 +249,9 @@ def measure_endings(trajectories, domain):
 # tables, as lines of aligned text
 
 def aligned(headings, rows):
-    """Lines of a table of texts: the first column is left-aligned, the others right-aligned."""
+    """Lines of a table of texts: the first column is left-aligned, the others right-aligned. No lines without rows."""
+    if not rows:
+        return []
     table = [headings, *rows]
     first_width, *widths = [max(map(len, column)) for column in zip(*table)]
     lines = []
@@ -339,4 +341,4 @@ def detail_lines(metrics, baseline):
         runs = [f"{value:.3f}" for value in values.get("runs", [])]
         if runs or "ci95_families" in values:
             rows.append([name, cell_of(values, "ci95_families"), " ".join(runs)])
-    return aligned(["", "95 %, families drawn", "each run"], rows) if rows else []
+    return aligned(["", "95 %, families drawn", "each run"], rows)

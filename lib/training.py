@@ -1,5 +1,7 @@
 """The training loop's plumbing, the same for 03 and 04: batches, schedule, optimiser, checkpoints, log."""
 import collections
+import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -14,8 +16,8 @@ import torch.distributed as dist
 
 from lib import runtime
 from lib.flags import pick
-from lib.load import save_model, Sharding, whole_tensor
-from lib.logps import ActionModel, item_length, items_of, load_sharded
+from lib.load import lora_config, save_model, Sharding, whole_tensor
+from lib.logps import items_of, load_sharded, longest_sequence
 from lib.runtime import barrier, InputError, is_main, open_track, say
 
 
@@ -38,9 +40,12 @@ class Job:
     output      runtime.Output, a folder
     path        of the trajectories, for errors
     model       name of the model that is trained
+    lora        None, or the LoraConfig of its adapter; merge: whether a whole model is written
+    load        logps.load_sharded: a model split over the ranks, to train it, or to score with it
     beta, nll_coef              of eq. 2 and 4
     sharding    load.Sharding
-    max_length, max_tokens      tokens of an example, and of a pass without gradients"""
+    max_length, max_tokens      tokens of an example, and of a pass without gradients
+    dry_run     None, or the number of ranks whose memory is predicted"""
 
     def __init__(self, flags, inputs):
         """flags: all of the stage, {name: value}. inputs: further inputs of the output (Output)."""
@@ -55,18 +60,17 @@ class Job:
         self.beta = flags["beta"]
         self.nll_coef = flags["nll_coef"]
         self.sharding = Sharding(flags["dtype"], flags["activation_checkpointing"], flags["seed"], flags["compile"])
+        self.load = functools.partial(load_sharded, run=self.run, sharding=self.sharding)
         self.max_length = flags["max_length"]
         self.max_tokens = flags["max_tokens"]
         self.merge = flags["merge"]
-
-    def load(self, name, lora=None, kind=ActionModel):
-        """An ActionModel split over the ranks, to train it, or to score with a model that is too large for one rank."""
-        return load_sharded(name, self.run, self.sharding, lora, kind)
+        self.lora = lora_config(self.model, flags["lora"], flags["lora_targets"], self.merge)
+        self.dry_run = flags["dry_run"]
 
     def fitting_indices(self, examples):
         """Numbers of the examples whose sequences all fit --max-length; reports how many are dropped.
         Raises InputError if none fits."""
-        numbers = [i for i, example in enumerate(examples) if longest_sequence(example) <= self.max_length]
+        numbers = [i for i, example in enumerate(examples) if longest_sequence(example.items) <= self.max_length]
         num_long = len(examples) - len(numbers)
         if not numbers:
             raise InputError(f"{self.path}: no examples to train on: all {num_long:,} are longer than --max-length "
@@ -74,11 +78,6 @@ class Job:
         if num_long:
             say(f"dropped {num_long:,} of {len(examples):,} examples: longer than --max-length {self.max_length}")
         return numbers
-
-
-def longest_sequence(example):
-    """Number of tokens in the longest sequence of an example (common.Example)."""
-    return max(map(item_length, example.items))
 
 
 def kind_of_examples(examples):
@@ -143,7 +142,7 @@ def rank_batches(batch, examples, job):
     Examples of similar length go together, to reduce padding.
     All ranks make the same number of micro-batches, because they gather layers together: a rank with fewer examples
     than others adds the batch's shortest as a dummy example with weight 0; all others have weight 1."""
-    batch = sorted(batch, key=lambda i: longest_sequence(examples[i]))
+    batch = sorted(batch, key=lambda i: longest_sequence(examples[i].items))
     mine = batch[job.run.rank::job.run.world_size]
     weights = [1.0] * len(mine)
     if len(mine) * job.run.world_size < len(batch):
@@ -194,7 +193,7 @@ class Loop:
         say(f"{len(examples):,} examples, {self.num_steps:,} steps of at most {schedule.batch_size}")
         self.output.note(trained_on=kind_of_examples(examples))
         self.optimizer = adamw(action_model, schedule.lr)
-        self.checkpoints = Checkpoints(self.output.path, action_model, self.optimizer)
+        self.checkpoints = Checkpoints(self.output.path / "states", action_model, self.optimizer)
         self.first_step = self.checkpoints.load()
         self.metrics = self.output.path / "metrics.jsonl"
         rows = cut_metrics(self.metrics, self.first_step)
@@ -272,15 +271,15 @@ class Loop:
             self.track(**row)
 
 
+@dataclasses.dataclass(eq=False)
 class Checkpoints:
-    """The last two complete states of a run, in `folder`/states/STEP: shards of model and optimiser by
+    """The last two complete states of a run, in `folder`/STEP: shards of model and optimiser by
     torch.distributed.checkpoint, which any number of ranks can load. Order, schedule and seeds follow from the step and
     the arguments."""
 
-    def __init__(self, folder, model, optimizer):
-        self.folder = pathlib.Path(folder, "states")
-        self.model = model
-        self.optimizer = optimizer
+    folder: pathlib.Path
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
 
     def whole(self):
         """Steps of the complete states: .metadata is written last."""

@@ -2,12 +2,14 @@
 
 A view, ((caption, document or None), …), is the visual critic's input for a turn (`views` of a domain)."""
 import copy
+import dataclasses
 import itertools
 from collections import namedtuple
+from typing import Callable
 
 import torch
 
-from lib.load import from_pretrained, load_files, load_head, load_tokenizer, loading, read_config
+from lib.load import from_pretrained, load_files, load_tokenizer, loading, read_config
 from lib.logps import action_outputs, Batch, collate, HeadModel, load_trained
 from lib.runtime import InputError, say
 from lib.servers import Reply
@@ -114,6 +116,7 @@ class VisualHeadModel(HeadModel):
         return output.last_hidden_state                                                   # (R, T, H)
 
 
+@dataclasses.dataclass(eq=False)
 class VisualCritic:
     """A critic that is shown pages. It has the methods of common.TextCritic that 02 and 04 call.
 
@@ -122,15 +125,13 @@ class VisualCritic:
     show        documents -> {document: image file, None if it cannot be rendered}; on all ranks
     tokenizer   the model's processor, which has a tokenizer; None: load() sets it"""
 
+    folder: str
+    score: str
+    domain: object
+    show: Callable
+    critic_sees_c: bool = True
+    tokenizer: object = None
     model_class = VisualHeadModel
-
-    def __init__(self, folder, score, domain, show, critic_sees_c=True, tokenizer=None):
-        self.folder = folder
-        self.score = score
-        self.domain = domain
-        self.show = show
-        self.critic_sees_c = critic_sees_c
-        self.tokenizer = tokenizer
 
     def prompt(self, prompt, task, sees_c):
         """The agent's prompt, unchanged: this critic does not read it."""
@@ -193,13 +194,13 @@ class VisualCritic:
         """As in LogRatioCritic."""
         self.max_tokens = max_tokens
         self.model = load_trained(self.folder, load, VisualHeadModel)
-        load_head(self.model.head, self.folder)
         self.tokenizer = self.model.processor
 
     def check_tokenizer(self, tokenizer, agent):
         """Nothing to check: it does not read the agent's tokens."""
 
     def empty_prompts(self, task, history):
+        """As in TextCritic."""
         return list(self.domain.views(task, history, self.critic_sees_c))
 
     def describe(self):

@@ -316,7 +316,8 @@ def test_a_branch_keeps_which_turns_are_of_the_environment():
 def test_a_candidate_of_a_branch_is_one_message_after_a_kill(workspace):
     """A server would say something else each time."""
     both, trajectories = players("--max-rounds", 8), read_trajectories(workspace / "offline.jsonl")[:3]
-    dialogues = rollout.branched_dialogues(trajectories, None, rollout.Branches(2, 3, 4), both.settings, "t")
+    settings = both.settings._replace(branch=2, branch_candidates=3, samples=4)
+    dialogues = rollout.branched_dialogues(trajectories, None, settings, "t")
     names = [(dialogue.task["task_id"], dialogue.random_name) for dialogue in dialogues]
     assert names[::4] == names[1::4] == names[3::4] and len(set(names)) == 6     # a group of continuations each
     dialogue, said = dialogues[5], {"role": "assistant", "content": "said before the kill"}

@@ -16,7 +16,7 @@ from compare import token_logps_after
 from conftest import BASE, call, dies, FUNCTION, job_of, Partial, policy_flags, read, refused, stage, write
 from lib import data, training
 from lib.data import read_trajectories
-from lib.logps import batch_pairs, collate, items_of, Sequence, without_trees
+from lib.logps import collate, items_of, Sequence, without_trees
 from lib.runtime import InputError
 from lib.seeds import uniforms
 from lib.tokens import encode
@@ -43,7 +43,7 @@ def test_the_items_of_several_examples_are_numbered_through():
     examples = [common.Example([one], [((0, 0), (0, 1))], "a"),
                 common.Example([one], [((0, 1), (0, 0)), ((0, 1), (0, 0))], "b"), common.Example([one], [], "c"),
                 common.Example([one, two], [((0, 0), (1, 1))], "d")]
-    assert batch_pairs(examples).tolist() == [
+    assert policy_stage.batch_pairs(examples).tolist() == [
         [[0, 0], [0, 1]], [[1, 1], [1, 0]], [[1, 1], [1, 0]], [[3, 0], [4, 1]]]
 
 
@@ -166,13 +166,13 @@ def test_candidates_of_another_run_answer_to_the_tasks_of_this_one(sweet, tmp_pa
     path, rows = sweet[0] / "candidates.jsonl", read(sweet[0] / "candidates.jsonl")
     corrected = {"ground_truth": "def corrected(): return 1"}
     states = [{**row, "task": {**row["task"], **corrected}, "candidates": None} for row in rows]
-    sampling = policy_stage.Sampling(8, 1.0, 80, 0, 256)
-    found = policy_stage.find_candidates(path, states, sampling, None)
+    sampling = policy_stage.Sampling(1, path, None, 8, 1.0, 80, 0, 256)
+    found = policy_stage.find_candidates(states, sampling, None)
     assert [row["task"] for row in found] == [state["task"] for state in states]
     assert [row["candidates"] for row in found] == [row["candidates"] for row in rows]
     for others, number in ((states[1:], 8), (states, 7), ([{**states[0], "prompt": "x"}, *states[1:]], 8)):
         with pytest.raises(InputError, match="candidates.jsonl: made from other turns or prompts"):
-            policy_stage.find_candidates(path, others, sampling._replace(num_candidates=number), None)
+            policy_stage.find_candidates(others, sampling._replace(num_candidates=number), None)
     path = write(tmp_path / "candidates.jsonl", [{**row, "sample": None} for row in rows])
     line = refused(4, *sweet[2], "--candidates", path, "--overwrite")
     assert line.startswith(f'{path}:1: "sample" is') and (sweet[0] / "COMPLETED").exists()      # nothing is replaced

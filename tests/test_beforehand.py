@@ -12,11 +12,11 @@ from lib.logps import Sequence
 def test_the_order_of_an_untrained_model_by_hand(capsys):
     """Means over the pairs of a task, then over tasks; a tie is half right."""
     gaps = torch.tensor([1.0, -1.0, 0.0, 2.0])
-    order = beforehand.say_whether_it_reads_c(["a", "a", "b", "c"], gaps)
+    order = beforehand.untrained_pair_accuracy(["a", "a", "b", "c"], gaps)
     assert order["share"] == pytest.approx((0.5 + 0.5 + 1) / 3)
     assert order["ci95"][0] == pytest.approx(0.5) and order["ci95"][1] == pytest.approx(1)
     assert "in 0.667 [0.500, 1.000] of the pairs" in (text := capsys.readouterr().out) and "not enough to say" in text
-    order = beforehand.say_whether_it_reads_c([f"t{number}" for number in range(9)], torch.ones(9))
+    order = beforehand.untrained_pair_accuracy([f"t{number}" for number in range(9)], torch.ones(9))
     assert order == {"share": 1.0, "ci95": [0.025 ** (1 / 9), 1.0]}              # exact: a bootstrap has no width
     assert ": the model reads c" in capsys.readouterr().out
 

@@ -110,9 +110,9 @@ def test_pair_accuracy_by_hand(monkeypatch, score, accuracy):
     for pair in ADVANTAGES:
         items = [[Sequence([5] * len(values), list(range(len(values))))] for values in pair]
         examples.append(common.Example(items, [], "a"))
-        outputs.append([torch.tensor(values) + reference for values in pair])
+        outputs += [torch.tensor(values) + reference for values in pair]
         ref_values.append([torch.full((len(values),), 7.0) for values in pair])
-    monkeypatch.setattr(stage(3), "example_outputs", lambda action_model, *_: outputs)
+    monkeypatch.setattr(stage(3), "action_outputs", lambda action_model, *_: outputs)
     critic = types.SimpleNamespace(score=score, normalize="turn")
     assert stage(3).pair_accuracy(None, examples, ref_values, critic, 4096) == pytest.approx(accuracy)
 

@@ -220,7 +220,7 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny, max_rou
         return token_logps_after(tiny, f"{prompt_of(history)}{backend.MARKER}\n", answer).sum().item()
     with backend.Environment() as world:
         other = {**row, "prompt": prompt_of(turns("?"))}
-        _, worths = gain.worths(world, [other, row], critic)
+        _, worths = gain.candidate_scores(world, [other, row], critic)
         for text, worth in zip(texts[:2], worths):
             asked = turns(task["problem_description"], text)
             asked.append(gain.reply_to(task, asked, world))

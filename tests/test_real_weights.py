@@ -36,7 +36,7 @@ def test_smollm2_speaks_english_and_trains_for_a_step(tmp_path):
     [end] = tokenizer.encode("<|im_end|>")
     candidates = [{"text": text, "ids": [*tokenizer.encode(text), end], "ended": True}
                   for text in ("Could you tell me the limit?", "Is the limit itself allowed?")]
-    states = [{**state, "candidates": candidates} for state in stage(4).trajectory_states(row, turns)]
+    states = [{**state, "candidates": candidates} for state in stage(4).read_states([row], tokenizer, 1, 0)]
     succeed("04_train_policy.py", "--trajectories", write(tmp_path / "one.jsonl", [{**row, "reward": 1.0}]),
             "--model", model, "--max-steps", 1, "--batch-size", 1, "--method", "sweet", "--critic", "untrained",
             "--data-frac", 1, "--candidates", write(tmp_path / "candidates.jsonl", states), "--num-candidates", 2,

@@ -1,22 +1,21 @@
 """Dialogues for other programs (05 --export messages): chats of OpenAI's form."""
 from lib.runtime import write_jsonl
 from lib.sampling import sent_message
+from lib.tokens import shown_system
 
 
-def export(folder, files, system_of):
-    """Write the scored dialogues of each method, {name: trajectories}, to `folder`/NAME.jsonl, a row each.
-
-    system_of(trajectory): the agent's system prompt."""
+def export(folder, files):
+    """Write the scored dialogues of each method, {name: trajectories}, to `folder`/NAME.jsonl, a row each."""
     folder.mkdir(exist_ok=True)
     for name, trajectories in files.items():
-        rows = [as_messages(name, trajectory, system_of(trajectory)) for trajectory in trajectories]
+        rows = [as_messages(name, trajectory, shown_system(trajectory)) for trajectory in trajectories]
         write_jsonl(folder / f"{name}.jsonl", rows)
 
 
 def as_messages(name, trajectory, system):
     """A row: "messages", "c", what is known of the dialogue, "advantages" and "kinds" of the agent's turns in order.
 
-    What is not known is None."""
+    Unknown values are None."""
     kinds, advantages = trajectory["kinds"], trajectory.get("advantages")
     turns = [{"role": "system", "content": system}, *trajectory["dialogue_history"]]
     return {

@@ -1,7 +1,7 @@
 """The page that 05 writes: its data, and report.html with its style and script (jinja2).
 
-Models wrote most of what the page shows. Their texts stand in one JSON element (tojson), and the script makes text
-nodes of them; the page's policy lets no other script run."""
+Models wrote most texts of the page. These texts are in one JSON element (tojson), and the script inserts them as text
+nodes; the page's policy blocks every other script."""
 import base64
 import collections
 import hashlib
@@ -23,7 +23,7 @@ IMAGE_BYTES = 25_000                  # of a screenshot in the page, about
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the page's data: methods, tasks, dialogues, states; short keys, and none whose value says nothing
+# the page's data: methods, tasks, dialogues, states. Keys are short; keys without a value are left out
 
 def page_data(files, domain, forms, states=()):
     """The data of the page.
@@ -31,7 +31,7 @@ def page_data(files, domain, forms, states=()):
     files: {name: trajectories, scored, with "kinds" and "known" (measure_turns), and with "failed" (Environment.score)
     and "advantages" (common.score_turns) where these are known}.
     forms: {"advantages", "candidates": lines that say what these numbers are}.
-    states: turn_advantages.read_states, with the "kind" of each candidate."""
+    states: of turn_advantages.read_states, with the "kind" of each candidate."""
     fitting, left_out = fitting_tasks(list(itertools.chain(*files.values())))
     tasks, dialogues, page_states = {}, [], []                       # tasks: {key of a task: its data}
     for method, trajectories in enumerate(files.values()):
@@ -60,7 +60,7 @@ def page_data(files, domain, forms, states=()):
 
 
 def key_of(row):
-    """What the page shows as one task. Dialogues of other programs may share a task_id and differ in the rest."""
+    """Key of a row's task on the page. Dialogues of other programs may share a task_id and differ in the rest."""
     return row["task_id"], row["task"]["problem_description"], row["task"]["ground_truth"]
 
 
@@ -81,12 +81,8 @@ def rounded(value):
     return round(value, 6) if value is not None and math.isfinite(value) else None
 
 
-def draws_images(domain):
-    """Whether the scorer draws pages. Where it does not, a file's own "image" says nothing."""
-    return "image" in domain.SCORE_KEYS
-
-
 def task_data(row, domain):
+    """A row's task for the page."""
     task = row["task"]
     return slim({
         "id": row["task_id"],
@@ -94,19 +90,19 @@ def task_data(row, domain):
         "request": text_of(task["problem_description"]),
         "solution": text_of(task["ground_truth"]),
         "facts": [text_of(text) for text, _ in domain.facts(task, []) or []],
-        "image": row.get("reference_image") if draws_images(domain) else None,
+        "image": row.get("reference_image") if "image" in domain.SCORE_KEYS else None,       # not another program's
     })
 
 
 def dialogue_data(trajectory, domain):
-    """What the page shows of a scored trajectory; "image": the file of a screenshot, as the row names it."""
+    """A scored trajectory for the page; "image": the file of its screenshot, as the row names it."""
     return slim({
         "run": trajectory.get("run", 0),
         "sample": trajectory["sample"],
         "reward": trajectory["reward"],
         "answer": text_of(trajectory["answer"]),
         "known": trajectory["known"],
-        "image": trajectory.get("image") if draws_images(domain) else None,
+        "image": trajectory.get("image") if "image" in domain.SCORE_KEYS else None,
         "fault": trajectory.get("render_fault"),
         "failed": [slim(test) for test in trajectory.get("failed") or []],
         "num_failed": sum(fault is not None for fault in trajectory.get("faults") or []) or None,
@@ -147,7 +143,7 @@ def turns_data(trajectory, domain):
 
 
 def state_data(state):
-    """What the page shows of a state's candidates."""
+    """A state with its candidates for the page."""
     history = []
     for turn in state["history"]:
         history.append({"who": "agent" if turn["role"] == "assistant" else "user", "text": text_of(turn["content"])})
@@ -206,7 +202,7 @@ def screenshots(data, folder):
 
 
 def about_lines(command, rollouts):
-    """What the page says of its making: models and seeds, the command, commit and date.
+    """Lines that say how the page was made: models and seeds, the command, commit and date.
 
     rollouts: {name: the arguments of 02 that made its first file}."""
     made = [f"{name}: {args.get('agent')}, seed {args.get('seed')}" for name, args in rollouts.items() if args]

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"       # of Okabe and Ito
 LOOKS = cycler(color=COLOURS * 5, linestyle=("-", "--", ":") * 10, marker=("o", "s", "D", "^", "v") * 6)     # of lines
 PANELS = {"acc": "pair accuracy", "margin": "margin", "nll": "nll of a chosen token", "gnorm": "gradient norm"}
-ALIKE = 3                        # losses in one panel: the largest of one is at most so many times that of another
+ALIKE = 3                        # losses share a panel if their largest values differ by at most this factor
 
 STYLE = {
     "svg.fonttype": "none",                                          # texts, in the page's font
@@ -74,8 +74,8 @@ def history_points(rows, key):
 
 
 def loss_groups(histories):
-    """Lists of names whose losses are of about the same size (ALIKE): the loss of a likelihood would flatten those of
-    preferences."""
+    """Lists of names whose losses have about the same size (ALIKE). In one panel the loss of a likelihood would flatten
+    those of preferences."""
     sizes = {}
     for name, rows in histories.items():
         _, losses = history_points(rows, "loss")

@@ -62,11 +62,12 @@ def read_states(folder):
 
 
 def kind_lines(states, domain):
-    """A table of what SWEET's pairs say, by the domain's turn_kind (no lines where it has none), which every candidate
-    gets as "kind".
+    """Lines of a table about SWEET's pairs, by the domain's turn_kind; none if the domain has no kinds. Every candidate
+    gets its kind as "kind".
 
-    Of each kind of turn: the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are
-    chosen and rejected, before and after all that matters is known. A collapse of the training shows here first."""
+    A row for each kind of turn, before and after all that matters is known: the number of candidates, their mean rank
+    by advantage (0 the worst, 1 the best), and how many are chosen and rejected. A collapse of the training is visible
+    here first."""
     groups = collections.defaultdict(list)                           # {(known, kind): (rank, chosen, rejected) of each}
     for state in states:
         task, history = state["task"], state["history"]
@@ -84,4 +85,4 @@ def kind_lines(states, domain):
         ranks, chosen, rejected = zip(*group)
         row = [when, kind, str(len(group)), f"{mean(ranks):.2f}"]
         rows.append([*row, str(sum(chosen)), str(sum(rejected))])
-    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], rows) if rows else []
+    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], rows)
