@@ -303,7 +303,7 @@ def checked(tasks, path, unsafe_scorer):
     """--check: report the faults of the tasks in a file; returns a row for each task."""
     domain = domain_of(tasks[0])
     if domain.check_data is None:
-        raise InputError(f"{path}: --check has nothing to check: {domain.NOUN}s have no tests")
+        raise InputError(f"{path}: --check has nothing to check: a {domain.NOUN} has no tests")
     checks, findings = domain.check_data(tasks, unsafe_scorer), []
     for number, row in enumerate(checks, 1):
         findings += row["findings"]

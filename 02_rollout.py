@@ -472,7 +472,7 @@ def check_players(tasks, domain, settings, path):
     scripted = is_scripted(settings.agent)
     if scripted and settings.agent not in domain.PLAYERS:
         names = ", ".join(domain.PLAYERS) or "(none)"
-        raise InputError(f"--agent {settings.agent}: the scripted agents for {domain.NOUN}s are {names}")
+        raise InputError(f"--agent {settings.agent}: the scripted agents for a {domain.NOUN} are {names}")
     for number, task in enumerate(tasks, 1):
         lacking = None
         if settings.simulator == "rules":
@@ -483,7 +483,7 @@ def check_players(tasks, domain, settings, path):
             raise InputError(f'{path}:{number}: missing "{lacking}", which the rule-based simulator or scripted agent '
                              "needs; use --agent MODEL --simulator MODEL")
     if "judge" in model_names(settings) and domain.JUDGE is None:
-        raise InputError(f"--critic judge: cannot compare messages about {domain.NOUN}s; use a critic of 03")
+        raise InputError(f"--critic judge: cannot compare messages about a {domain.NOUN}; use a critic of 03")
 
 
 def open_samplers(domain, settings, device):

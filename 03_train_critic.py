@@ -53,7 +53,8 @@ def parse_args(argv=None):
     group = parser.add_argument_group("the critic")
     group.add_argument("--score", choices=["logratio", "regression", "value"], default="logratio",
                        help="how a turn is scored, see above")
-    group.add_argument("--critic-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="(default: yes)")
+    group.add_argument("--critic-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no",
+                       help="whether the critic reads c (default: yes)")
     group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no",
                        help="whether eq. 3's reference model reads c, as in the paper (default: yes)")
     group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",

@@ -40,13 +40,13 @@ def parse_args(argv=None):
     parser.add_argument("files", type=flags.named_paths, nargs="+", metavar="NAME=FILE",
                         help="trajectory files (02), each with a name; FILE,FILE,…: runs of one method; LABEL@N: a "
                         "point of a curve")
-    parser.add_argument("--out", type=flags.text_flag, required=True, help="folder to write")
+    parser.add_argument("--out", type=flags.text_flag, required=True, help="output folder")
     parser.add_argument("--baseline", type=flags.text_flag, metavar="NAME", help="compare the others with this one")
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
     parser.add_argument("--costs", action="store_true", help="show each method's training costs (first file)")
     parser.add_argument("--critic", type=flags.text_flag, metavar="DIR", help="show turn advantages by this critic")
-    parser.add_argument("--advantage-tasks", type=flags.positive_int, metavar="N", help="of dialogues of the first N "
-                        "tasks of each name (None: 100; with --export all)")
+    parser.add_argument("--advantage-tasks", type=flags.positive_int, metavar="N", help="only for the first N tasks of "
+                        "each name (None: 100; with --export all)")
     flags.add_reference(parser)
     parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR", help="show candidates of a folder of 04")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")

@@ -416,7 +416,7 @@ def read_critic(folder, domain, reference_sees_c=None, show=None):
     folder, score, critic_sees_c = str(folder), note["score"], note["critic_sees_c"]
     if note.get("visual"):
         if not domain.views:
-            raise InputError(f"{folder}: a visual critic cannot score {domain.NOUN}s: they have no rendered view")
+            raise InputError(f"{folder}: a visual critic cannot score a {domain.NOUN}: it has no rendered view")
         critic = vision.VisualCritic(folder, score, domain, show, critic_sees_c)
     elif score == "logratio":
         reference = base_of(folder) if is_adapter(folder) else note["reference"]

@@ -74,7 +74,7 @@ def check_task(task, where, first):
     domain = domain_of(task, where)
     domain.check_task(task, where)
     if domain is not domain_of(first):
-        raise InputError(f"{where}: a task of another domain ({domain.NOUN}s) than in the lines before; keep each "
+        raise InputError(f"{where}: a task of another domain ({domain.NOUN}) than in the lines before; keep each "
                          "domain in separate files")
 
 

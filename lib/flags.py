@@ -147,14 +147,14 @@ def add_reference(parser):
 
 def add_critic(parser, is_needed=False):
     """The flags of methods that score actions with a critic."""
-    parser.add_argument("--critic", type=text_flag, required=is_needed, help="a folder of 03, or untrained: "
+    parser.add_argument("--critic", type=text_flag, required=is_needed, help="critic folder of 03, or untrained: "
                         "--model itself")
     add_reference(parser)
 
 
 def add_candidates(parser):
     """Flags of candidates and their pairs."""
-    group = parser.add_argument_group("SWEET's candidates and pairs (other methods ignore or refuse these)")
+    group = parser.add_argument_group("SWEET's candidates and pairs (other methods do not use these)")
     group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories that are "
                        "used (with a few hundred, use 1)")
     group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled per turn")

@@ -61,7 +61,7 @@ def whole_model(name, dtype=torch.float32):
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     most = most_positions(model.config)
     if most < stated:
-        say(f"{name}: is used for up to {most:,} tokens, not {stated:,}: a longer row changes the rotary frequencies "
+        say(f"{name}: is limited to {most:,} tokens, not {stated:,}: a longer row changes the rotary frequencies "
             "of its whole batch")
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         for config in (model.config, model.config.get_text_config()):

@@ -184,4 +184,4 @@ def dry_run(job, rows_an_example, is_tree=False):
     for part, number in plan.items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
     fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
-    say(f"this step {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are assumed usable")
+    say(f"this step {fits} on a card of 80 GB ({USABLE_OF_80_GB / 1e9:.0f} GB assumed usable)")

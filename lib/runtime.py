@@ -322,7 +322,7 @@ class Output:
             return False
         check_same_command(out, before, now)
         if self.complete.exists():
-            say(f"{out}: done already by the same command (if the code has changed: --overwrite)")
+            say(f"{out}: done already by the same command (add --overwrite if the code has changed)")
             return True
         return False
 

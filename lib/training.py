@@ -235,8 +235,8 @@ class Loop:
         if not math.isfinite(numbers["loss"] + grad_norm):
             tasks = ", ".join({example.task_id for example in examples})
             raise InputError(f"{self.output.path}: step {done} of {self.num_steps}: the loss is {numbers['loss']:g} "
-                             f"and its gradient norm {grad_norm:g}; no model is written: lower --lr or --beta, or "
-                             f"look at its tasks ({tasks})")
+                             f"and its gradient norm {grad_norm:g}; no model was written; lower --lr or --beta, or "
+                             f"check this step's tasks ({tasks})")
         lr = learning_rate(step, self.num_steps, self.schedule.lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -344,8 +344,8 @@ def adamw(action_model, lr):
     """AdamW of the parameters that are not frozen."""
     trained = [parameter for parameter in action_model.parameters() if parameter.requires_grad]
     if lr < 1e-5 and sum(parameter.numel() for parameter in action_model.parameters()) < 1e7:
-        say(f"--lr {lr:g} is meant for 8B models; small models barely learn at this rate: run.sh's rates are in "
-            "scripts/recipes.toml")
+        say(f"--lr {lr:g} is meant for 8B models; small models barely learn at it; scripts/recipes.toml has "
+            "run.sh's rates")
     # fused: does not copy all parameters
     return torch.optim.AdamW(trained, lr=lr, betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 

@@ -51,7 +51,7 @@ def critic_processor(name, score, domain, path):
     """The processor of a model that is trained as a visual critic. Raises InputError if it cannot be one.
     score: --score. path: of the domain's trajectories."""
     if not domain.views:
-        raise InputError(f"{name}: a vision-language model cannot be a critic of {domain.NOUN}s ({path}): they have no "
+        raise InputError(f"{name}: a vision-language model cannot be the critic of a {domain.NOUN} ({path}): it has no "
                          "rendered view; name a language model")
     if score == "logratio":
         raise InputError(f"{name}: a vision-language model needs --score regression (or value); --score logratio needs "

@@ -308,12 +308,14 @@ def parse_args(argv=None):
     parser.add_argument("--domain", default="backend", help="a domain of scripts/recipes.toml")
     parser.add_argument("--out", type=pathlib.Path, default="out/study", help="folder to write")
     parser.add_argument("--sizes", type=int, nargs="+", default=[None], help="numbers of dialogues to train on, nested")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12, 13, 14],
+                        help="each has tasks, dialogues and critics of its own")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of training")
     parser.add_argument("--split", choices=["test", "validation"], default="test", help="tasks to compare agents on")
     parser.add_argument("--grid", nargs="+", default=[], metavar="FLAG=VALUE,VALUE", help="settings, all combinations")
     parser.add_argument("--chain", type=int, metavar="SEED", help="the chain of run.sh with this seed")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER", help="of the domain, e.g. num_test=60")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER",
+                        help="replaces a number of the domain, e.g. num_test=60")
     return parser.parse_args(argv)
 
 

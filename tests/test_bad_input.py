@@ -47,7 +47,7 @@ CRITICS = {                     # {name of a critic's folder: its critic.json, o
     "NO_FORM": '{"score": "logratio", "normalize": "x"}',
     "SIGHT": '{"visual": true, "score": "value", "normalize": "none", "critic_sees_c": true, "reference": "r"}'}
 OTHER = '… two tasks with different solutions have the "task_id"'
-NO_SIGHT = "SIGHT: a visual critic cannot score functions: they have no rendered view"
+NO_SIGHT = "SIGHT: a visual critic cannot score a function: it has no rendered view"
 MISTAKES = {                    # {stage and flags: how the line begins … what is further in it}
     "1 --check HALF_TASK": "HALF_TASK:2: not JSON (", "2 --agent script --tasks HALF_TASK": "HALF_TASK:2: not JSON (",
     "3 LEARN HALF_DIALOGUE": HALF_DIALOGUE, "4 --method sft LEARN HALF_DIALOGUE": HALF_DIALOGUE,
@@ -319,7 +319,7 @@ def test_a_loss_that_is_not_finite_after_an_update_ends_the_run(data, tmp_path, 
     out = tmp_path / "out"
     line = refused(4, "--method", "sft", "--max-steps", 3, "--trajectories", data / "demos.jsonl", "--model", BASE,
                    "--out", out)
-    assert line.startswith(f"{out}: step 2 of 3: the loss is nan") and "no model is written" in line
+    assert line.startswith(f"{out}: step 2 of 3: the loss is nan") and "no model was written" in line
     assert not list(out.glob("*.safetensors")) and not (out / "COMPLETED").exists()
 
 
@@ -333,5 +333,5 @@ def test_a_loss_that_is_not_finite_ends_all_ranks(data, tmp_path):
                   "--max-steps", 2, "--out", out, ranks=2)
     line = process.stderr.splitlines()[-1]
     assert process.returncode == 2 and line.startswith(f"error: {out}: step 1 of 2: the loss is nan")
-    assert "no model is written" in line and any(task["task_id"] in line for task in read(data / "tasks.jsonl"))
+    assert "no model was written" in line and any(task["task_id"] in line for task in read(data / "tasks.jsonl"))
     assert not list(out.glob("*.safetensors")) and not (out / "COMPLETED").exists()

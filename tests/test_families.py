@@ -258,7 +258,7 @@ def test_no_number_depends_on_how_long_its_neighbours_are(tokenizer, family, ste
 def test_a_model_that_takes_fewer_tokens_than_its_files_say_is_said(tokenizer, tmp_path, capsys):
     folder = folder_of(model_of("phi3", **NEIGHBOURS["phi3"]), tokenizer, tmp_path)
     load_model(folder, "cpu")
-    assert capsys.readouterr().out.count(f"{folder}: is used for up to 64 tokens, not 256: ") == 1
+    assert capsys.readouterr().out.count(f"{folder}: is limited to 64 tokens, not 256: ") == 1
 
 
 @pytest.mark.parametrize("family, rope, most", [

@@ -267,12 +267,12 @@ def test_bad_input(pages, tmp_path):
     del task["slots"]
     plain, code = write(tmp_path / "plain.jsonl", [task]), write(tmp_path / "c.jsonl", [trajectory("t", "", reward=0)])
     assert 'plain.jsonl:1: missing "slots"' in refused(2, "--tasks", plain, "--agent", "script", *out)
-    assert "judge: cannot compare messages about pages" in refused(
+    assert "judge: cannot compare messages about a page" in refused(
         2, "--tasks", pages / "tasks.jsonl", "--agent", BASE, "--best-of", 2, "--critic", f"judge:{BASE}", *out)
     assert refused(1, "--check", pages / "tasks.jsonl") == (
-        f"{pages / 'tasks.jsonl'}: --check has nothing to check: pages have no tests")
+        f"{pages / 'tasks.jsonl'}: --check has nothing to check: a page has no tests")
     own = f"a={pages / 'offline.jsonl'}"
     assert refused(5, own, f"b={code}", *out).startswith(
-        "b: a task of another domain (functions) than in the lines before; keep each domain in separate files")
+        "b: a task of another domain (function) than in the lines before; keep each domain in separate files")
     assert refused(5, own, "--compat", *out) == "--compat has no effect for a page; leave it out"
     assert not (tmp_path / "out").exists()

@@ -281,7 +281,7 @@ def test_bad_input_is_one_line(dialogues, vlm, data, tmp_path):
     functions, out = data / "demos.jsonl", tmp_path / "out"
     for message, number, arguments in [
             ("needs --score regression", 3, flags(dialogues, vlm, out, "--score", "logratio")),
-            ("cannot be a critic of functions", 3, flags(functions, vlm, out)),
+            ("cannot be the critic of a function", 3, flags(functions, vlm, out)),
             ("--dry-run supports only text models", 3, flags(dialogues, vlm, out, "--dry-run", 1)),
             ("a policy must be text-only", 4,
              ["--method", "sft", "--trajectories", functions, "--model", vlm, "--out", out])]:
