@@ -23,7 +23,8 @@ def untrained_pair_accuracy(task_ids, gaps):
     share = mean(of_tasks)
     trajectories = [{"task_id": task, "task": {}} for task in shares]
     bounds = intervals([of_tasks], list(shares), trajectories).get("ci95", [0.0, 1.0])
-    text = f"before training, c raises log p more for the better dialogue in {share:.3f} {interval(bounds)} of pairs"
+    text = ("before training, c raises log p more for the better dialogue in "
+            f"{share:.3f} {interval(bounds)} of the pairs")
     if bounds[0] > 0.5:
         say(f"{text}: the model reads c (04 --reference-sees-c no uses that)")
     else:

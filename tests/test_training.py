@@ -250,7 +250,7 @@ def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path):
         printed = call(number, "--trajectories", "none", "--model", tmp_path, "--out", tmp_path / "x",
                        "--max-length", 64, "--dry-run", 8, "--batch-size", 24, *more)
         assert "on 8 ranks" in printed and "parameters          0.000 GB" in printed and "total" in printed
-        assert f"{num_rows} rows of 64" in printed and "fits a card of 80 GB" in printed
+        assert f"{num_rows} rows of 64" in printed and "fits on a card of 80 GB" in printed
     assert not (tmp_path / "x").exists()
 
 
