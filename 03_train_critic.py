@@ -8,15 +8,15 @@ Writes  a model folder with critic.json (how it scores, "untrained_pair_accuracy
 A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c in a short text before
 the first message (Domain.SOLUTION_TEXT):
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
-Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher reward. Each failure gets a success
-of its task, round-robin (graded rewards: every two that differ enough are a pair):
+Bradley-Terry on pairs of trajectories of one task; the chosen one has the higher reward. Each failure is paired with a
+success of its task, in turn. With graded rewards any two that differ by --min-return-gap form a pair.
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
 s: the sigmoid; b: --beta (.1); --nll-coef .01; NLL: a mean over the agent's tokens. o_t: the dialogue so far.
 
 --normalize turn        L: the tokens of the turn (default)
 --normalize trajectory  L: all agent tokens of the trajectory, as in the published code
 --normalize none        L: 1
---reference-sees-c no   p_ref does not read c, so A starts at what c adds to the turn's mean log-probability, not at 0.
+--reference-sees-c no   p_ref does not read c. Before training A is then what c adds to the turn's mean, not 0.
                         04 has its own flag of this name, for ranking; its default is this one's.
 --critic-sees-c no      neither p nor p_ref reads c
 --score regression      a linear head on the mean of a turn's last hidden states outputs its advantage; trained by eq. 2
@@ -150,7 +150,7 @@ def split_groups(trajectories, needs_pairs, min_gap, held_out_frac, path):
     say(f"{len(trained):,} {what} to train on, {len(held_out_pairs):,} pairs of other tasks held out")
     if not trained:
         raise InputError(f"{path}: no examples to train on: --held-out-frac {held_out_frac} holds out the tasks of all "
-                         f"{len(held_out_pairs):,} pairs")
+                         f"{len(groups):,} {what}")
     return trained, held_out_pairs
 
 
@@ -186,8 +186,12 @@ def train(action_model, examples, ref_logps, returns, critic, job):
 
 
 def pair_accuracy(action_model, examples, ref_logps, critic, max_tokens):
-    """Share of trajectory pairs in which the chosen one scores higher; a tie is half right.
-    The score is the sum of a trajectory's advantages, or the value after its last turn."""
+    """Print and return the share of held-out trajectory pairs in which the chosen one scores higher; a tie is half
+    right. None without such pairs. The score is the sum of a trajectory's advantages, or the value after its last turn.
+    """
+    if not examples:
+        say("held-out pair accuracy: not measured, no held-out pairs (with few tasks raise --held-out-frac)")
+        return None
     items = items_of(examples)                                                             # chosen, rejected, chosen, …
     lengths = action_lengths(items)                                                        # (2P, M)
     outputs = padded_outputs([action_outputs(action_model, items, max_tokens)])            # (2P, M)
@@ -199,19 +203,9 @@ def pair_accuracy(action_model, examples, ref_logps, critic, max_tokens):
             advantages = common.action_advantages(outputs, padded_outputs(ref_logps), lengths, critic.normalize)
         scores = advantages.sum(1)                                                         # (2P,)
     gaps = scores[0::2] - scores[1::2]                                                     # (P,)
-    return ((gaps > 0).sum() + 0.5 * (gaps == 0).sum()).item() / len(gaps)
-
-
-def reference_numbers(action_model, examples, plain_examples, critic, job):
-    """(reference_logps of p_ref, beforehand.untrained_pair_accuracy), both of the untrained model.
-    plain_examples: the examples without c."""
-    logps = reference_logps(job.output.path / "ref.pt", action_model, examples, job.max_tokens)
-    if not critic.critic_sees_c:
-        return logps, None
-    plain_logps = reference_logps(job.output.path / "ref_plain.pt", action_model, plain_examples, job.max_tokens)
-    gaps = gaps_of_c(logps, plain_logps, examples, critic.normalize)
-    accuracy = beforehand.untrained_pair_accuracy([example.task_id for example in examples], gaps)
-    return logps if critic.reference_sees_c else plain_logps, accuracy
+    accuracy = ((gaps > 0).sum() + 0.5 * (gaps == 0).sum()).item() / len(gaps)
+    say(f"held-out pair accuracy: {accuracy:.3f} on {len(gaps)} pairs of held-out tasks")
+    return accuracy
 
 
 def gaps_of_c(logps_with_c, logps_without_c, examples, normalize):
@@ -253,30 +247,28 @@ def main(argv=None):
     examples = common.trajectory_examples(trajectories, groups, critic.trajectory_items, args.critic_sees_c)
     fitting = job.fitting_indices(examples)
     examples, groups = [examples[i] for i in fitting], [groups[i] for i in fitting]
-    plain_examples = examples                                        # without c
-    if args.critic_sees_c and args.score == "logratio":
-        plain_examples = common.trajectory_examples(trajectories, groups, critic.trajectory_items, sees_c=False)
     num_trained = sum(not is_held_out(example.task_id, args.held_out_frac) for example in examples)
     if not num_trained:
         raise InputError(f"{args.trajectories}: no examples to train on fit --max-length {args.max_length}")
     job.output.begin()
 
-    # p_ref is this model before its first update; compute its log-probs once, with the ActionModel trained below
     action_model = job.load(args.model, lora=job.lora, kind=critic.model_class)
     action_model.check_positions(items_of(examples))
     training.show_samples(critic.tokenizer, examples[0])
     ref_logps, untrained_accuracy = [None] * len(examples), None
-    if args.score == "logratio":
-        ref_logps, untrained_accuracy = reference_numbers(action_model, examples, plain_examples, critic, job)
+    if args.score == "logratio":                                     # p_ref is this model before its first update
+        ref_logps = reference_logps(job.output.path / "ref.pt", action_model, examples, job.max_tokens)
+    if args.score == "logratio" and args.critic_sees_c:
+        plain_examples = common.trajectory_examples(trajectories, groups, critic.trajectory_items, sees_c=False)
+        plain_logps = reference_logps(job.output.path / "ref_plain.pt", action_model, plain_examples, job.max_tokens)
+        gaps = gaps_of_c(ref_logps, plain_logps, examples, args.normalize)
+        untrained_accuracy = beforehand.untrained_pair_accuracy([example.task_id for example in examples], gaps)
+        if not args.reference_sees_c:
+            ref_logps = plain_logps                                  # without c
     returns = [max(0.0, float(domain.eval_score(trajectories[first]))) for first, *_ in groups]
     train(action_model, examples[:num_trained], ref_logps, returns, critic, job)    # the others are held out
 
-    accuracy, num_pairs = None, len(examples) - num_trained
-    if num_pairs:
-        accuracy = pair_accuracy(action_model, examples[num_trained:], ref_logps[num_trained:], critic, job.max_tokens)
-        say(f"held-out pair accuracy: {accuracy:.3f} on {num_pairs} pairs of held-out tasks")
-    else:
-        say("held-out pair accuracy: not measured, no held-out pairs (with few tasks raise --held-out-frac)")
+    accuracy = pair_accuracy(action_model, examples[num_trained:], ref_logps[num_trained:], critic, job.max_tokens)
     if job.run.rank == 0:
         write_json(pathlib.Path(args.out) / "critic.json", {
             **{name: getattr(args, name) for name in ("score", "normalize", "critic_sees_c", "reference_sees_c")},
@@ -287,7 +279,7 @@ def main(argv=None):
             "prompt_form": common.prompt_form(critic, domain),
             "untrained_pair_accuracy": untrained_accuracy,
             "held_out_pair_accuracy": accuracy,
-            "num_held_out_pairs": num_pairs})
+            "num_held_out_pairs": len(examples) - num_trained})
     training.finish_training(job, action_model, critic.tokenizer)
 
 

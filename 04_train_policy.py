@@ -7,13 +7,13 @@ Writes  a model folder with metrics.jsonl (as 03) and agent.json (its system pro
         scored.jsonl      the same rows with "advantages", eq. 3 of each candidate
         pairs.jsonl       {"task_id", "sample", "turn", "prompt", "chosen", "rejected": candidates with "advantage"}
 
---method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
-                 score each by the critic's A(o_t, a, c) (eq. 3), draw --pairs-per-turn pairs with replacement, one
-                 candidate from the better half and one from the worse, and train by single-turn DPO:
+--method sweet   Sample 16 candidates given o_t (never c) for each agent turn of --data-frac of the trajectories. The
+                 critic scores them: A(o_t, a, c), eq. 3. --pairs-per-turn pairs are drawn with replacement, a candidate
+                 of the better half and one of the worse. Single-turn DPO trains on the pairs:
     eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
-                 --reference-sees-c no: ranking uses a p_ref that does not read c, as the published code does (default:
-                 as in the critic's training). A is then what the critic learned plus the base model's own use of c:
+                 --reference-sees-c no: p_ref does not read c in ranking, as in the published code (default: as in the
+                 critic's training). A then also has what the base model itself reads out of c:
                  log p(a|o,c) - log p_ref(a|o) = [log p(a|o,c) - log p_ref(a|o,c)] + [log p_ref(a|o,c) - log p_ref(a|o)]
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns in successful trajectories (if returns are
@@ -43,7 +43,7 @@ BATCH_SIZE = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32}
 PAPER = {"dtype": "bfloat16", "activation_checkpointing": True, "lr": 2e-7, "beta": 0.1, "nll_coef": 0.01,
          "data_frac": 0.1, "num_candidates": 16, "pairs_per_turn": 4, "temperature": 1.0}
 PRESETS = {"paper-backend": PAPER, "paper-frontend": PAPER, "published-backend": PAPER}
-# Not in PRESETS, because only --method sweet takes this flag
+# Not in PRESETS: parse_args refuses this flag for other methods
 REFERENCE_SEES_C = {"paper-backend": True, "paper-frontend": True, "published-backend": False}        # in ranking
 
 
@@ -57,7 +57,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.method != "sweet":
         for flag in ("critic", "candidates", "sampler", "pairs_together", "reference_sees_c"):
-            if getattr(args, flag):
+            if getattr(args, flag) != parser.get_default(flag):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
         parser.error("--method sweet needs --critic: a folder, or untrained")
@@ -95,7 +95,7 @@ from lib.runtime import InputError, read_jsonl, read_rows, RowFile, run_stage, s
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.servers import visible_text
 from lib.statistics import agent_places
-from lib.tokens import agent_turns, encode, note_prompt, say_kinds
+from lib.tokens import agent_turns, encode, LAST_ROUND, note_prompt, say_kinds
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -128,8 +128,8 @@ def batch_pairs(examples):
 
 
 def preference_losses(action_model, batch, examples, ref_logps, job):
-    """Eq. 4 of a micro-batch, with numbers for the log: {"loss", …: (examples,)}, summed over each example's pairs.
-    train() makes them means over the step's pairs.
+    """Eq. 4 of a micro-batch, with numbers for the log: {"loss", …: (examples,)}. They are sums over each example's
+    pairs; train() divides them by the step's number of pairs.
     ref_logps: (B, M), of each action under the reference model."""
     items, actions = batch_pairs(examples).unbind(-1)                # of chosen and rejected, (P, 2) each
     pair_logps = action_model(batch)[items, actions]                 # of (B, M), each action's log-probability: (P, 2)
@@ -474,6 +474,12 @@ def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+def vocabulary_text(trajectory):
+    """Text of a trajectory that the tokenizer of a new model should know."""
+    turns = [turn["content"] for turn in trajectory["dialogue_history"]]
+    return "\n".join([*turns, turns[0] + LAST_ROUND, common.solution_text(trajectory["task"])])
+
+
 def checked_critic(name, tokenizer, domain, reference_sees_c, job):
     """The critic of --critic (common.open_critic), if it has the policy's tokenizer."""
     show = functools.partial(data.show_documents, domain, job.output)
@@ -493,7 +499,7 @@ def open_training(flags, inputs=()):
     if job.output.is_done():
         return None
     if job.model == "tiny" and flags["method"] == "sft" and not job.lora:      # a new model of the trajectories' words
-        model, tokenizer = fresh_model(map(common.vocabulary_text, trajectories))
+        model, tokenizer = fresh_model(map(vocabulary_text, trajectories))
         load = functools.partial(shard, ActionModel(model.to(job.run.device)), job.run, job.sharding)
     elif reads_images(job.model):
         raise InputError(f"{job.model}: a policy must be text-only; vision-language models can only be critics")

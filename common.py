@@ -31,7 +31,7 @@ from lib.logps import (
     Sequence,
 )
 from lib.runtime import InputError, read_json, say
-from lib.tokens import agent_turns, encode, generation_cue, LAST_ROUND, plain, prompt_text, say_kinds, tokenizer_name
+from lib.tokens import agent_turns, encode, generation_cue, plain, prompt_text, say_kinds, tokenizer_name
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tokens of a dialogue, and where c is inserted
@@ -43,12 +43,6 @@ def solution_text(task):
     domain = domain_of(task)
     text = task.get("solution_text", domain.SOLUTION_TEXT)
     return text.replace("{noun}", domain.NOUN).replace("{c}", task["ground_truth"])
-
-
-def vocabulary_text(trajectory):
-    """Text of a trajectory that a fresh tokenizer should know."""
-    turns = [turn["content"] for turn in trajectory["dialogue_history"]]
-    return "\n".join([*turns, turns[0] + LAST_ROUND, solution_text(trajectory["task"])])
 
 
 def critic_prompt(tokenizer, prompt, task):
@@ -312,30 +306,33 @@ class LogRatioCritic(TextCritic):
     score = "logratio"
     model_class = ActionModel
 
-    def load(self, load, max_tokens):
+    @property
+    def is_untrained(self):
+        return self.folder == self.reference
+
+    def load(self, open_model, max_tokens):
         """Load the models. The reference model is the one that 03 started from: for an adapter its base, for an
         untrained critic itself.
 
-        load(name, lora=…, kind=…) returns an ActionModel: training.Job.load, split over the ranks, or
+        open_model(name, lora=…, kind=…) returns an ActionModel: training.Job.load, split over the ranks, or
         load_whole(device). max_tokens: of a batch."""
         self.max_tokens = max_tokens
-        if self.folder == self.reference:                            # untrained
-            self.model = self.ref_model = for_scoring(load(self.folder))
+        if self.is_untrained:
+            self.model = self.ref_model = for_scoring(open_model(self.folder))
             return
-        self.model = self.ref_model = load_trained(self.folder, load, self.model_class)
+        self.model = self.ref_model = load_trained(self.folder, open_model, self.model_class)
         if not is_adapter(self.folder):                              # advantages() switches an adapter off instead
-            self.ref_model = for_scoring(load(self.reference))
+            self.ref_model = for_scoring(open_model(self.reference))
 
     def advantages(self, items, ref_items, normalize):
         """Eq. 3 of the actions of items, (B, M)."""
-        is_untrained = self.folder == self.reference
         logps = action_outputs(self.model, items, self.max_tokens)                         # (actions,) of each item
-        ref_is_base = self.ref_model is self.model and not is_untrained            # an adapter: the model with it off
+        ref_is_base = self.ref_model is self.model and not self.is_untrained       # an adapter: the model with it off
         with adapter_off(self.model.model) if ref_is_base else contextlib.nullcontext():
             ref_logps = action_outputs(self.ref_model, ref_items, self.max_tokens)
         logps = pad_sequence(logps, batch_first=True)                                      # (B, M)
         ref_logps = pad_sequence(ref_logps, batch_first=True)                              # (B, M)
-        if is_untrained:
+        if self.is_untrained:
             # Without c both sides read the same tokens: the advantages are exactly 0, whatever the batches.
             is_same = torch.tensor([item == ref_item for item, ref_item in zip(items, ref_items)])
             ref_logps[is_same] = logps[is_same]
@@ -343,7 +340,7 @@ class LogRatioCritic(TextCritic):
 
     def describe(self):
         """One line that says what its scores are."""
-        model = "p_ref" if self.folder == self.reference else "p"
+        model = "p_ref" if self.is_untrained else "p"
         prompt = "o, c" if self.critic_sees_c else "o"
         ref_prompt = "o, c" if self.critic_sees_c and self.reference_sees_c else "o"
         mean = {"turn": "a mean over the tokens of a", "none": "a sum over the tokens of a",
@@ -367,10 +364,10 @@ class HeadCritic(TextCritic):
     normalize = "none"
     model_class = HeadModel
 
-    def load(self, load, max_tokens):
+    def load(self, open_model, max_tokens):
         """As in LogRatioCritic."""
         self.max_tokens = max_tokens
-        self.model = load_trained(self.folder, load, self.model_class)
+        self.model = load_trained(self.folder, open_model, self.model_class)
 
     def advantages(self, items, ref_items, normalize):
         """The head's outputs for the actions of items, (B, M)."""

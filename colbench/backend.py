@@ -27,8 +27,7 @@ NUM_TESTS = 10
 def fact_of(kind, noun, values=()):
     """A fact of a family: {"topic", "questions", "options": [(how it stands in the code, what the user says, …)]}.
 
-    values: of $value in the options, or names of ranges. Facts of one family have disjoint ranges, as prices, ages and
-    limits mostly have."""
+    values: of $value in the options, or names of ranges in functions.json."""
     if isinstance(values, str):
         values = [value for name in values.split() for value in FUNCTIONS["ranges"][name]]
     words = {"noun": noun, "Noun": noun.capitalize(), "last": noun.split()[-1]}

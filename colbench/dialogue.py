@@ -129,7 +129,7 @@ def facts_answered(facts, message, reply):
     """Indices of the facts that a message asks about and the reply answers.
 
     A reply answers if a part of one of its sentences neither says that the user does not know, nor asks back, nor is a
-    courtesy. It does not answer facts that such a part mentions. Whether the answer is right is not checked."""
+    courtesy. A fact that such a part mentions is not answered. Whether the answer is right is not checked."""
     refusals, answers = [], []
     for sentence in re.split(r"(?<=[.!?])\s+|\n", reply):
         parts = [] if sentence.rstrip().endswith("?") else re.split(r"[;,]\s+(?:and |but )?", sentence)

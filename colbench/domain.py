@@ -90,7 +90,7 @@ class Domain:
         """The answer in the agent's turn that ends `history`; None: the dialogue continues. In the last round (is_last)
         it is a str."""
 
-    # False: answer_of finds an answer in the last round only, because any message (or page) is one
+    # Whether an agent can answer before the last round; not with pages, because every page is a possible answer
     ANSWERS_EARLY = True
 
     # --- scores of dialogues

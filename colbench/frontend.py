@@ -84,7 +84,7 @@ def parts_of_page(fence, kinds):
 
 def end_of_page(text, first, fence, kinds):
     """Returns (end of the page, where to look for the next page, those of `kinds` whose RAW text may still end).
-    The page begins at `first`, behind `fence` (or None). Raw text that nothing ends is none: a <code> in a sentence.
+    The page begins at `first`, behind `fence` (or None). An opened <code> without an end tag is ordinary text.
 
     A fence ends at a line of its own, or behind a tag at the end of a line. Inside a document a fence is text, unless
     the document has no </html>."""

@@ -64,8 +64,9 @@ class Test:
     # what answers evaluate
 
     def find_asks(self, names):
-        """Set the asks: the smallest parts of the sides that only an answer can evaluate, grown as far as that tells
-        the answer nothing. Raises RecursionError if an expression is nested too deep."""
+        """Set the asks: the parts of the sides that the answer evaluates. They begin as the calls of its functions, as
+        `f(2)` in `abs(f(2) - 6.14) < .001`, and grow while they contain nothing of the expected value.
+        Raises RecursionError if an expression is nested too deep."""
         names_here = {node.target.id for side in self.sides for node in ast.walk(side)
                       if isinstance(node, ast.NamedExpr)}
         asks = [ask for side in self.sides for ask in asks_in(side, names)]

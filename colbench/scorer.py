@@ -23,8 +23,8 @@ MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score
 Score = namedtuple("Score", "tests gradeable faults failed")
 # The names that answers may use and must define, the Tests, those that can be graded, and the tolerance of floats
 Solution = namedtuple("Solution", "imports tests gradeable tolerance")
-# All that the verdicts on an answer depend on: the solution, the calls of the tests, and how much floats may differ by
-# the rounding of numbers that are not in the results (None: they are)
+# All that the verdicts on an answer depend on: the solution, the calls of the tests, and a task's "rounding", how much
+# floats may differ (None: computed from the results)
 Key = namedtuple("Key", "code calls rounding")
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
           "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",

@@ -11,11 +11,10 @@ from lib.statistics import agent_places, interval, intervals, mean
 # does the model read c?
 
 def untrained_pair_accuracy(task_ids, gaps):
-    """Print and return in which share of the pairs c raises the log-probability of the better dialogue more, under the
-    untrained model: {"share", "ci95"}, a mean over tasks.
+    """In what share of the trajectory pairs does c help the better dialogue more, in the eyes of the untrained model?
+    Prints and returns this share as {"share", "ci95"}, averaged over tasks.
 
-    gaps   (P,) of pairs of trajectories of these tasks: how much more c raises the untrained model's log-probability of
-           the chosen one's turns than of the rejected one's"""
+    gaps   (P,) how much more c raises the log-probability of the chosen one's turns than of the rejected one's"""
     shares = collections.defaultdict(list)
     for task, gap in zip(task_ids, gaps.tolist()):
         shares[task].append(0.5 if gap == 0 else float(gap > 0))
@@ -57,16 +56,16 @@ def last_turns_of_successes(trajectories, domain):
     return names
 
 
-def say_answers_in_pairs(pairs, states, trajectories, domain):
+def say_answers_in_pairs(pairs, rows, trajectories, domain):
     """Say how often pairs prefer an answer to a question, and a question to an answer: in all states, and in those
     where the log has a right answer. In these, pairs that mostly prefer the question teach the agent not to answer.
 
     pairs    rows of pairs.jsonl (04)
-    states   their rows of scored.jsonl"""
+    rows     of scored.jsonl, the states of the pairs"""
     actions_of, answers_of = {}, {}
-    for state in states:
-        actions_of[name_of(state)] = [candidate["ids"] for candidate in state["candidates"]]
-        answers_of[name_of(state)] = answering_candidates(state, domain)
+    for row in rows:
+        actions_of[name_of(row)] = [candidate["ids"] for candidate in row["candidates"]]
+        answers_of[name_of(row)] = answering_candidates(row, domain)
     right = last_turns_of_successes(trajectories, domain)
     in_all, in_right = collections.Counter(), collections.Counter()
     for pair in pairs:

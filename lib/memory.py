@@ -176,6 +176,9 @@ def dry_run(job, rows_an_example, is_tree=False):
     step = PlannedStep(num_ranks, job.sharding, num_rows, row_tokens, accumulates, is_tree, job.lora)
     say(f"{name} on {num_ranks} ranks, {job.sharding.dtype}; at the peak of a step, on each rank a micro-batch of "
         f"{num_rows} rows of {row_tokens:,} tokens (--max-length, or the model's most):")
+    if is_tree:
+        say("a row of SWEET is longer if its prompt and one action come near --max-length: it holds all actions of its "
+            "pairs")
     try:
         model = planned_model(config, step)
         plan = memory_plan(model, step)

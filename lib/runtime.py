@@ -254,23 +254,23 @@ def files_digest(paths):
     return hashlib.sha256(repr(sorted(digests)).encode()).hexdigest()[:16]
 
 
-def on_main(decide):
+def on_main(function):
     """Decorator: run on rank 0 only and return its result on every rank. InputError and OSError are raised on every
     rank."""
-    @functools.wraps(decide)
-    def decide_on_main(*arguments, **options):
-        decision = None
+    @functools.wraps(function)
+    def on_rank_0(*arguments, **options):
+        result = None
         if is_main():
             try:
-                decision = decide(*arguments, **options)
+                result = function(*arguments, **options)
             except (InputError, OSError) as error:
-                decision = InputError(error_text(error))
+                result = InputError(error_text(error))
         if dist.is_initialized():
-            decision = gather(decision)[0]
-        if isinstance(decision, InputError):
-            raise decision
-        return decision
-    return decide_on_main
+            result = gather(result)[0]
+        if isinstance(result, InputError):
+            raise result
+        return result
+    return on_rank_0
 
 
 ARGS = record({}, {"stage": str, "args": dict, "inputs": dict})         # of args.json

@@ -32,8 +32,8 @@ class Sampler:
     async def sample(self, prompt, n, temperature, max_new_tokens, key):
         """n Replies to a prompt: a chat (messages) or a rendered text.
 
-        key: RNG key; the first reply is the same for any n. All except its last two parts name the dialogue, whose
-        earlier prompts the engine finds in its cache.
+        key: RNG key; the first reply is the same for any n. The key without its last two parts names a dialogue, or a
+        task: the engine may have cached tokens of its earlier prompts.
         Raises NoRoom if the prompt is too long, ReplyError if a server gives no reply, InputError if it never will."""
         if self.server:
             replies = await self.ask(prompt, n, temperature, max_new_tokens, key)

@@ -83,11 +83,10 @@ class Job:
 def kind_of_examples(examples):
     """What the examples are, as "62 pairs of dialogues"."""
     first = examples[0]
-    kind = "dialogues"
-    if len(first.items) > 1:
-        kind = "pairs of dialogues"
-    elif first.action_pairs:
-        kind = "pairs of turns"
+    kind = "dialogues" if len(first.items) == 1 else "pairs of dialogues"
+    if first.action_pairs:
+        (chosen_item, _), (rejected_item, _) = first.action_pairs[0]
+        kind = "pairs of turns" if chosen_item == rejected_item else "pairs of dialogues"
     number = sum(len(example.action_pairs) or 1 for example in examples)
     return f"{number:,} {kind}"
 
@@ -153,7 +152,7 @@ def rank_batches(batch, examples, job):
         yield mine[first:first + size], torch.tensor(weights[first:first + size], device=job.run.device)
 
 
-# Two rewards closer than this count as equal; the largest rounding errors seen were 8e-7 and 3e-4
+# Two rewards (beta times log-ratios) closer than this count as equal: rounding errors were up to 8e-7 and 3e-4
 EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
 

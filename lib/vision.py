@@ -190,10 +190,10 @@ class VisualCritic:
         critic.show = lambda documents: files
         return critic
 
-    def load(self, load, max_tokens):
+    def load(self, open_model, max_tokens):
         """As in LogRatioCritic."""
         self.max_tokens = max_tokens
-        self.model = load_trained(self.folder, load, VisualHeadModel)
+        self.model = load_trained(self.folder, open_model, VisualHeadModel)
         self.tokenizer = self.model.processor
 
     def check_tokenizer(self, tokenizer, agent):

@@ -80,7 +80,7 @@ MISTAKES = {                    # {stage and flags: how the line begins … what
     "4 --method mtdpo LEARN LOST": "LOST: … no task has both", "4 --method rft LEARN LOST": "LOST: … no successful",
     "3 LEARN DEMOS --max-length 20": "DEMOS: … no examples to train on: all … are longer than --max-length 20",
     "3 LEARN DEMOS --held-out-frac 1":
-        "DEMOS: … no examples to train on: --held-out-frac 1.0 holds out the tasks of all … pairs",
+        "DEMOS: … no examples to train on: --held-out-frac 1.0 holds out the tasks of all … trajectory pairs",
     # nothing to compare
     "5 old=DEMOS new=OTHER": OTHER, "5 two=DEMOS,OTHER": OTHER,
     "5 a=DEMOS,UNSCORED": "DEMOS, UNSCORED: the runs of a name must have the same",
@@ -215,6 +215,7 @@ FLAGS = {                       # {program: flags, or (flags, what the line says
         ("--score regression --normalize turn", "--normalize and --nll-coef need --score logratio"),
         ("--score value --nll-coef 0.01", "--normalize and --nll-coef need --score logratio")],
     4: ["--data-frac 2", "--temperature nan", "--num-candidates 100000000", "--temperature 1e-40", "--critic ''",
+        ("--reference-sees-c no", "--reference-sees-c goes with --method sweet"),
         ("--method sweet --critic c --sampler models/tiny", "--sampler: must be http")],
     5: ["--baseline ''", "--baseline c", "a/b=c", "a", ("a=x", "a"),
         ("--reference-sees-c no", "--reference-sees-c goes with --critic")],

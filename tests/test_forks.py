@@ -3,6 +3,7 @@ by what their reply tells (gain), SWEET with logged right answers (answers)."""
 import argparse
 import functools
 import inspect
+import json
 import math
 import random
 import re
@@ -60,6 +61,12 @@ def test_a_fork_holds_nothing_that_it_does_not_use_and_says_how_it_is_started(mo
     assert len(functions) > 3 and [name for name in functions if len(re.findall(rf"\b{name}\b", code)) < 2] == []
     for command in ("python", "torchrun --nproc-per-node 8"):
         assert f"    {command} -m {module.__name__} " in module.__doc__
+
+
+def test_a_run_notes_what_it_was_trained_on(runs):
+    for name, kind in (("signed", "dialogues"), ("gain", "pairs of turns"), ("answers", "pairs of turns")):
+        number, noted = json.loads((runs[name][2] / "args.json").read_text())["trained_on"].split(" ", 1)
+        assert int(number) > 0 and noted == kind
 
 
 @pytest.mark.parametrize("name", ["signed", "gain"])
