@@ -410,8 +410,15 @@ def pair_examples(pairs, tokenizer, together):
 # the baselines
 
 def pair_of_dialogues(example):
-    """mtdpo: the example of two trajectories, each as one action, because whole dialogues are compared."""
-    items = [common.as_one_action(item) for item in example.items]
+    """mtdpo: the example of two trajectories. All agent tokens of each are its action 0: whole dialogues are compared.
+    """
+    items = []
+    for item in example.items:
+        sequences = []
+        for sequence in item:
+            numbers = [min(number, 0) for number in sequence.action_ids]
+            sequences.append(sequence._replace(action_ids=numbers))
+        items.append(sequences)
     return example._replace(items=items, action_pairs=[((0, 0), (1, 0))])
 
 

@@ -77,15 +77,6 @@ def trajectory_sequences(tokenizer, turns, task=None):
     return sequences
 
 
-def as_one_action(item):
-    """A trajectory's item with all agent tokens as action 0, because multi-turn DPO compares whole dialogues."""
-    sequences = []
-    for sequence in item:
-        numbers = [min(number, 0) for number in sequence.action_ids]
-        sequences.append(sequence._replace(action_ids=numbers))
-    return sequences
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # a state and actions in it
 

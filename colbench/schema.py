@@ -91,8 +91,8 @@ def check_keys(row, keys, where):
 # ---------------------------------------------------------------------------------------------------------------------
 # kinds
 
-def is_a(value, wanted):
-    """A kind: one of Python's types, `wanted`."""
+def type_fault(value, wanted):
+    """The fault of a value that should be of the type `wanted`."""
     name = NAMES.get(type(value), f"a {type(value).__name__}")      # a program's own task may hold what is not JSON
     return f"is {name}, not {NAMES[wanted]}"
 
@@ -104,7 +104,7 @@ def checker(kind):
     if kind is float:
         return number(-1e300, 1e300)
     if isinstance(kind, type):
-        return lambda value: None if type(value) is kind else is_a(value, kind)
+        return lambda value: None if type(value) is kind else type_fault(value, kind)
     return kind
 
 
@@ -117,7 +117,7 @@ def number(low, high, kind=float):
     """A number from `low` to `high`, a whole one with `kind` int; never NaN or infinite."""
     def check(value):
         if type(value) not in (int, kind):
-            return is_a(value, kind)
+            return type_fault(value, kind)
         return None if low <= value <= high else f"is {shown(value)}, not {NAMES[kind]} from {low} to {high}"
     return check
 
@@ -125,7 +125,7 @@ def number(low, high, kind=float):
 def label(value):
     """A text that is not empty."""
     if type(value) is not str:
-        return is_a(value, str)
+        return type_fault(value, str)
     return None if value else "is an empty text"
 
 
@@ -149,7 +149,7 @@ def list_of(kind, least=0):
 
     def check_list(value):
         if type(value) is not list:
-            return is_a(value, list)
+            return type_fault(value, list)
         if len(value) < least:
             return f"is a list of {len(value)}, not of {least} or more"
         for index, item in enumerate(value):
@@ -179,7 +179,7 @@ def record(needed, optional=None, others=lambda value: None):
 
     def check_record(value):
         if type(value) is not dict:
-            return is_a(value, dict)
+            return type_fault(value, dict)
         for key in needed:
             if key not in value:
                 return f'missing "{key}"'

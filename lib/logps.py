@@ -45,7 +45,7 @@ from lib.runtime import barrier, gather, InputError, is_main, say
 # ids             token ids
 # action_ids      each token's action number; -1 if it is only read (prompts, the simulator, c). An action gets one
 #                 log-probability: it is an agent's turn (critics, rft, sft), a candidate (sweet), a whole dialogue
-#                 (mtdpo: as_one_action) or, in examples/grpo.py, a single token
+#                 (mtdpo) or, in examples/grpo.py, a single token
 # prompt_length   None or, for a tree, the number of its prompt's tokens: several actions continue one prompt, which is
 #                 computed once; each action sees the prompt and itself
 Sequence = namedtuple("Sequence", "ids action_ids prompt_length", defaults=(None,))
@@ -181,8 +181,8 @@ class ActionModel(torch.nn.Module):
         for sequence in itertools.chain(*items):
             length = len(sequence.ids)
             if sequence.prompt_length is not None:                   # a tree: its prompt and its longest action
-                action_lengths = collections.Counter(sequence.action_ids[sequence.prompt_length:])
-                length = sequence.prompt_length + max(action_lengths.values())
+                num_tokens = collections.Counter(sequence.action_ids[sequence.prompt_length:])
+                length = sequence.prompt_length + max(num_tokens.values())
             longest = max(longest, length)
         if longest > most:
             raise TooLong(f"{self.model.name_or_path}: takes {most:,.0f} tokens, and a prompt with its action has up "

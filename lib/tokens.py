@@ -139,8 +139,8 @@ def render_chat(tokenizer, chat, **options):
 def generation_cue(tokenizer):
     """The text that opens an agent's turn in the template."""
     chat = [{"role": "user", "content": "?"}]
-    plain = render_chat(tokenizer, chat, add_generation_prompt=False)
-    return render_chat(tokenizer, chat, add_generation_prompt=True).removeprefix(plain)
+    without_cue = render_chat(tokenizer, chat, add_generation_prompt=False)
+    return render_chat(tokenizer, chat, add_generation_prompt=True).removeprefix(without_cue)
 
 
 @functools.lru_cache

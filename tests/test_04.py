@@ -49,8 +49,10 @@ def test_the_items_of_several_examples_are_numbered_through():
 
 def test_a_trajectory_of_multi_turn_dpo_is_one_action():
     item = [Sequence([5, 6, 7, 8], [-1, 0, -1, 1]), Sequence([9, 5], [-1, 2])]
-    assert [row.action_ids for row in common.as_one_action(item)] == [[-1, 0, -1, 0], [-1, 0]]
-    assert collate([common.as_one_action(item)]).lengths.tolist() == [[3]]
+    example = policy_stage.pair_of_dialogues(common.Example([item, item], [], "a"))
+    for found in example.items:
+        assert [row.action_ids for row in found] == [[-1, 0, -1, 0], [-1, 0]]
+    assert collate(example.items).lengths.tolist() == [[3], [3]] and example.action_pairs == [((0, 0), (1, 0))]
 
 
 def test_dpo_losses_by_hand_in_float64():
