@@ -71,7 +71,7 @@ def train_ours(prompts):
         action_pairs = [((0, 2 * pair), (0, 2 * pair + 1)) for pair in range(NUM_PAIRS)]
         examples.append(common.Example([item], action_pairs, ""))
     begin = time.process_time()
-    ref_logps = logps.example_outputs(action_model, examples, 4096)
+    ref_logps = [[outputs] for outputs in logps.action_outputs(action_model, logps.items_of(examples), 4096)]
     reference_s = time.process_time() - begin
     optimizer = training.adamw(action_model, LEARNING_RATE)
     seconds, losses = [], []
