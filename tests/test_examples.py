@@ -58,7 +58,7 @@ def by_command(alone, *words):
 
 def test_the_lines_of_the_package_in_the_docs_and_its_commands(alone, tmp_path):
     page = (ROOT / "docs" / "fork.md").read_text()
-    [lines] = re.findall(r"(?s)To ask one question.*?```python\n(.*?)```", page)
+    [lines] = re.findall(r"(?s)This asks one question.*?```python\n(.*?)```", page)
     assert len(lines.splitlines()) == 10
     *said, scores = alone(f"import os\nos.chdir({str(tmp_path)!r})\n{lines}").splitlines()
     assert len(said) == 3 and not set(said) & set(dialogue.UNCLEAR)
