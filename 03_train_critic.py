@@ -5,25 +5,25 @@ Writes  a model folder with critic.json (how it scores, "untrained_pair_accuracy
         metrics.jsonl: {"step", "loss", "acc", "margin", "chosen", "nll", "lr", "gnorm", "tokens", "tokens_per_s",
         "peak_memory_mb", "seconds"}.
 
-A turn's advantage is the mean log-ratio of its tokens against the initial model. Both read c in a short text before
-the first message (Domain.SOLUTION_TEXT):
+A turn's advantage is the mean log-ratio of its tokens against the initial model. Both models read c before the
+first message (Domain.SOLUTION_TEXT):
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
-Bradley-Terry on pairs of trajectories of one task; the chosen one has the higher reward. Each failure is paired with a
-success of its task, in turn. With graded rewards any two that differ by --min-return-gap form a pair.
+Bradley-Terry on pairs of trajectories of one task; the chosen one has the higher reward. Each failure gets a success of
+its task, round-robin. With graded rewards any two that differ by --min-return-gap form a pair.
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
 s: the sigmoid; b: --beta (.1); --nll-coef .01; NLL: a mean over the agent's tokens. o_t: the dialogue so far.
 
 --normalize turn        L: the tokens of the turn (default)
 --normalize trajectory  L: all agent tokens of the trajectory, as in the published code
 --normalize none        L: 1
---reference-sees-c no   p_ref does not read c. Before training A is then what c adds to the turn's mean, not 0.
+--reference-sees-c no   p_ref does not read c. An untrained A is then what c adds to log p's mean, not 0.
                         04 has its own flag of this name, for ranking; its default is this one's.
 --critic-sees-c no      neither p nor p_ref reads c
 --score regression      a linear head on the mean of a turn's last hidden states outputs its advantage; trained by eq. 2
 --score value           a head predicts the trajectory's return after each turn, as a logit; trained by binary
                         cross-entropy
-An example is a pair of trajectories; with --score value a single one. Reports the pair accuracy on held-out tasks
-(default 5 %; the paper gives no figure).
+An example is a pair of trajectories; with --score value a single one. 5 % of the tasks (the paper gives no figure)
+are held out to measure pair accuracy.
 A visual critic, for pages: a --model of the Qwen2-VL family with --score regression or value. It reads the request,
 the user's last message, and images of c and of the agent's page; its head sees the mean over all of these tokens.
 
@@ -71,7 +71,7 @@ def parse_args(argv=None):
         if given.normalize not in (None, "none") or given.nll_coef:
             parser.error(f"--normalize and --nll-coef need --score logratio: a {args.score} head sees a mean over the "
                          "tokens and outputs no probability")
-        args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean and outputs no probability
+        args.normalize, args.nll_coef = "none", 0.0
     return args
 
 
@@ -106,8 +106,7 @@ def bradley_terry_losses(advantages, logps, lengths, beta, nll_coef):
     scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
     chosen = beta * scores[0::2]                                     # (P,) implicit rewards
     rejected = beta * scores[1::2]                                   # (P,)
-    nlls = -logps.sum(1) / lengths.sum(1)                            # (2P,) means over a trajectory's agent tokens
-    nll = nlls[0::2]                                                 # (P,) of the chosen one
+    nll = -logps[0::2].sum(1) / lengths[0::2].sum(1)                 # (P,) a mean over the chosen one's agent tokens
     losses = -F.logsigmoid(chosen - rejected) + nll_coef * nll       # (P,)
     return losses, {"chosen": chosen, "rejected": rejected, "nll": nll}
 
@@ -209,8 +208,8 @@ def pair_accuracy(action_model, examples, ref_logps, critic, max_tokens):
 
 
 def gaps_of_c(logps_with_c, logps_without_c, examples, normalize):
-    """The untrained critic's score of the chosen trajectory minus that of the rejected one, (P,): what c adds to the
-    log-probabilities of their turns. logps: reference_logps of pairs."""
+    """How much more c raises the score of the chosen trajectory than that of the rejected one, (P,), before training.
+    logps: reference_logps of pairs. The score adds up the turns' log-probabilities, each by `normalize`."""
     lengths = action_lengths(items_of(examples))                                           # (2P, M)
     gains = common.action_advantages(padded_outputs(logps_with_c), padded_outputs(logps_without_c), lengths, normalize)
     scores = gains.sum(1)                                                                  # (2P,)
@@ -230,9 +229,9 @@ def main(argv=None):
     if job.output.is_done():
         return
     data.fill_rewards(trajectories, job.output)
-    groups, held_out_groups = split_groups(trajectories, needs_pairs, args.min_return_gap, args.held_out_frac,
-                                           args.trajectories)
-    groups += held_out_groups                                        # last: examples[:num_trained] are trained on
+    trained_groups, held_out_pairs = split_groups(trajectories, needs_pairs, args.min_return_gap, args.held_out_frac,
+                                                  args.trajectories)
+    groups = trained_groups + held_out_pairs                         # examples[:num_trained] are trained on
 
     # the critic decides how a trajectory becomes tokens
     if reads_images(args.model):
@@ -247,7 +246,7 @@ def main(argv=None):
     examples = common.trajectory_examples(trajectories, groups, critic.trajectory_items, args.critic_sees_c)
     fitting = job.fitting_indices(examples)
     examples, groups = [examples[i] for i in fitting], [groups[i] for i in fitting]
-    num_trained = sum(not is_held_out(example.task_id, args.held_out_frac) for example in examples)
+    num_trained = sum(number < len(trained_groups) for number in fitting)
     if not num_trained:
         raise InputError(f"{args.trajectories}: no examples to train on fit --max-length {args.max_length}")
     job.output.begin()

@@ -13,7 +13,7 @@ Writes  a model folder with metrics.jsonl (as 03) and agent.json (its system pro
     eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
                  --reference-sees-c no: p_ref does not read c in ranking, as in the published code (default: as in the
-                 critic's training). A then also has what the base model itself reads out of c:
+                 critic's training). This adds what the base model itself reads out of c:
                  log p(a|o,c) - log p_ref(a|o) = [log p(a|o,c) - log p_ref(a|o,c)] + [log p_ref(a|o,c) - log p_ref(a|o)]
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns in successful trajectories (if returns are
@@ -63,7 +63,7 @@ def parse_args(argv=None):
         parser.error("--method sweet needs --critic: a folder, or untrained")
     elif args.reference_sees_c is None:
         args.reference_sees_c = REFERENCE_SEES_C.get(args.preset)
-    if args.preset == "paper-frontend" and args.epochs is None and EPOCHS[args.method] == 4:
+    if args.preset == "paper-frontend" and args.epochs is None and args.method != "sweet":
         args.epochs = 8
     args.epochs = args.epochs or EPOCHS[args.method]
     args.batch_size = args.batch_size or BATCH_SIZE[args.method]
@@ -236,8 +236,8 @@ def find_candidates(states, sampling, job):
 # sweet: sample candidates of each state, score them, pair them
 
 def open_candidates(trajectories, tokenizer, critic, sampling, job):
-    """A function that returns the rows of candidates.jsonl, each a state with its candidates. It samples them, unless
-    they are in a file: by servers (--sampler), else by the policy, one full copy per rank."""
+    """A function that returns the rows of candidates.jsonl, each a state with its candidates. They are read from a file
+    or sampled: by servers (--sampler), else by the policy, one full copy per rank."""
     states = read_states(trajectories, tokenizer, sampling.data_frac, sampling.seed)
     states = fitting_states(states, tokenizer, critic, sampling.max_new_tokens, job)
     rows = find_candidates(states, sampling, job)
@@ -383,7 +383,7 @@ def pair_length(pair, tokenizer):
 
 
 def pair_examples(pairs, tokenizer, together):
-    """Examples of pairs of actions: one per pair or, with `together`, one for all pairs of a turn.
+    """Examples: one per pair or, if `together`, one per turn. Pairs are ((0, chosen), (0, rejected)).
 
     An example has one item: its prompt and all of its actions (common.actions_item)."""
     groups = collections.defaultdict(list)                           # the pairs of a turn, or single pairs
@@ -467,8 +467,8 @@ def num_loss_terms(example):
 
 def train_policy(load, tokenizer, examples, losses_of, job, has_reference=True):
     """Train the model that load() returns on the examples, and write it.
-    losses_of: as in train(). has_reference: whether the loss uses a reference model. That is the model before its first
-    update; its log-probabilities are computed once, with the ActionModel that is then trained."""
+    losses_of: as in train(). has_reference: whether the loss needs log-probabilities of the model before its first
+    update; they are computed once, before training."""
     training.show_samples(tokenizer, examples[0])
     action_model = load()
     action_model.check_positions(items_of(examples))

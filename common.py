@@ -10,9 +10,9 @@ import itertools
 import math
 import pathlib
 from collections import namedtuple
+from typing import NamedTuple
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from colbench import domain_of
 from colbench.schema import label, one_of, record
@@ -28,6 +28,7 @@ from lib.logps import (
     load_trained,
     longest_sequence,
     num_actions,
+    padded_outputs,
     Sequence,
 )
 from lib.runtime import InputError, read_json, say
@@ -80,11 +81,14 @@ def trajectory_sequences(tokenizer, turns, task=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # a state and actions in it
 
-# A dialogue up to an agent's turn, with candidates for this turn.
-# prompt          the text that the agent reads, without c
-# task, history   the task, and the turns so far
-# actions, texts  each candidate's token ids, and the text that the other side would see
-State = namedtuple("State", "prompt task history actions texts")
+class State(NamedTuple):
+    """A dialogue up to an agent's turn, with candidates for this turn."""
+
+    prompt: str                                                      # the text that the agent reads, without c
+    task: dict
+    history: list                                                    # the turns so far
+    actions: list                                                    # each candidate's token ids
+    texts: list                                                      # of each, what the other side would see
 
 
 def actions_item(tokenizer, prompt, actions):
@@ -160,11 +164,11 @@ def trajectory_pairs(trajectories, path, needed=True, min_gap=None):
             for chosen, rejected in itertools.permutations(group, 2):
                 if reaches(rewards[chosen] - rewards[rejected], min_gap):
                     pairs.append((chosen, rejected))
-            continue
-        successes = [i for i in group if rewards[i] == 1]
-        failures = [i for i in group if rewards[i] < 1]
-        if successes:
-            pairs += zip(itertools.cycle(successes), failures)
+        else:
+            successes = [i for i in group if rewards[i] == 1]
+            failures = [i for i in group if rewards[i] < 1]
+            if successes:
+                pairs += zip(itertools.cycle(successes), failures)
     if needed and not pairs:
         lack = "both a success (reward 1) and a failure"
         if min_gap is not None:
@@ -194,7 +198,7 @@ def action_advantages(logps, ref_logps, lengths, normalize):
     lengths            (B, M) how many tokens they have; 0 where an action is missing
     normalize          "turn": a mean over the action's tokens; "trajectory": over all agent tokens; "none": a sum
 
-    The actions are the turns of a trajectory, whose score is their sum over M, or candidates in one state."""
+    The actions are candidates in one state, or a trajectory's turns, whose advantages add up to its score."""
     logratios = logps - ref_logps                                                   # (B, M)
     if normalize == "turn":
         return logratios / lengths.clamp(min=1)                                     # (B, M)
@@ -207,7 +211,7 @@ def action_advantages(logps, ref_logps, lengths, normalize):
 # critics: the advantages of actions in states, and of the turns of trajectories
 
 class TextCritic:
-    """Base class of critics that read text. vision.VisualCritic has what 02 and 04 call.
+    """Base class of text critics. vision.VisualCritic has the methods that 02 and 04 call.
 
     folder             made by 03; for an untrained critic the model's name
     tokenizer          must be the policy's
@@ -321,8 +325,8 @@ class LogRatioCritic(TextCritic):
         ref_is_base = self.ref_model is self.model and not self.is_untrained       # an adapter: the model with it off
         with adapter_off(self.model.model) if ref_is_base else contextlib.nullcontext():
             ref_logps = action_outputs(self.ref_model, ref_items, self.max_tokens)
-        logps = pad_sequence(logps, batch_first=True)                                      # (B, M)
-        ref_logps = pad_sequence(ref_logps, batch_first=True)                              # (B, M)
+        logps = padded_outputs([logps])                                                    # (B, M)
+        ref_logps = padded_outputs([ref_logps])                                            # (B, M)
         if self.is_untrained:
             # Without c both sides read the same tokens: the advantages are exactly 0, whatever the batches.
             is_same = torch.tensor([item == ref_item for item, ref_item in zip(items, ref_items)])
@@ -362,7 +366,7 @@ class HeadCritic(TextCritic):
 
     def advantages(self, items, ref_items, normalize):
         """The head's outputs for the actions of items, (B, M)."""
-        return pad_sequence(action_outputs(self.model, items, self.max_tokens), batch_first=True)
+        return padded_outputs([action_outputs(self.model, items, self.max_tokens)])
 
     def describe(self):
         return f"{self.folder}: scores are the outputs of its {self.score} head"
@@ -434,7 +438,7 @@ def must_read_text(critic):
 
 
 def prompt_form(critic, domain):
-    """A hash of the critic's prompts of a placeholder dialogue: another one means that they are made differently."""
+    """A hash of the critic's prompts for a placeholder dialogue; it changes when the prompt format does."""
     task = {"problem_description": "?", "ground_truth": "c", "own": True, "solution_text": domain.SOLUTION_TEXT}
     history = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     page = {"role": "assistant", "content": "```html\n<p>?</p>\n```"}

@@ -11,8 +11,8 @@ from lib.statistics import agent_places, interval, intervals, mean
 # does the model read c?
 
 def untrained_pair_accuracy(task_ids, gaps):
-    """In what share of the trajectory pairs does c help the better dialogue more, in the eyes of the untrained model?
-    Prints and returns this share as {"share", "ci95"}, averaged over tasks.
+    """The share of trajectory pairs in which c raises the untrained model's score more for the better dialogue. Prints
+    and returns it as {"share", "ci95"}, averaged over tasks.
 
     gaps   (P,) how much more c raises the log-probability of the chosen one's turns than of the rejected one's"""
     shares = collections.defaultdict(list)
@@ -35,7 +35,7 @@ def untrained_pair_accuracy(task_ids, gaps):
 # do the pairs teach the agent to answer?
 
 def answering_candidates(state, domain):
-    """Numbers of a state's candidates that are answers: they would end the dialogue even if it was not the last round.
+    """Numbers of a state's candidates that are answers: they would end the dialogue before the last round, too.
     All others are called questions.
     state: a row of candidates.jsonl (04)"""
     answers = []

@@ -80,7 +80,7 @@ def check_task(task, where, first):
 
 def check_ids(tasks, names, path):
     """Raises InputError if a name (task_id) has tasks with different solutions: their dialogues would be compared as if
-    they were of one task. In dialogues of other programs that is what a "task_id" is for."""
+    they were of one task. Other programs' dialogues share a "task_id" to be compared."""
     solutions = {}
     for task, name in zip(tasks, names):
         if not own.owns(task) and solutions.setdefault(name, task["ground_truth"]) != task["ground_truth"]:
@@ -175,7 +175,7 @@ def fill_rewards(trajectories, output):
 
 
 def say_graded(trajectories):
-    """Say so if rewards between 0 and 1 count as failures, and the domain does not say itself what a success is."""
+    """Warn if rewards between 0 and 1 count as failures, unless the domain itself says what a success is."""
     domain = domain_of(trajectories[0]["task"])
     graded = [t for t in trajectories if 0 < t.get("reward", 0) < 1]
     if graded and domain.MIN_RETURN_GAP is None and type(domain).eval_score is Domain.eval_score:

@@ -125,8 +125,8 @@ PRINT_EVERY = 10                                                    # steps
 
 
 def learning_rate(step, num_steps, peak):
-    """Linear warm-up over WARMUP_FRAC of the steps, then a cosine; step counts from 0. The cosine would reach
-    FINAL_LR_FRAC of the peak one step after the last one, which has more: .145 of the peak in a run of 8 steps."""
+    """Linear warm-up over WARMUP_FRAC of the steps, then a cosine; step counts from 0. It would reach FINAL_LR_FRAC of
+    the peak one step after the last step; the last of 8 steps has .145 of it."""
     warmup = max(1, round(WARMUP_FRAC * num_steps))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -169,15 +169,15 @@ class Loop:
     """The training loop without the loss: order of the examples, optimizer steps, log, saved states. A killed run
     continues from its last saved state.
 
-    The numbers of each step are written to metrics.jsonl and tracked; every tenth step is printed. They cover only
-    that step: loss includes its further terms, chosen and margin are rewards (beta times log-ratios).
+    The numbers of each step are written to metrics.jsonl and tracked; every tenth step is printed. They are of that
+    step alone. loss includes the NLL term; chosen and margin are rewards (beta times log-ratios).
 
         for step, batch_numbers in loop.steps():
             for micro, weights in rank_batches(batch_numbers, examples, job):
                 loop.backward({"loss": …}, weights / num_terms)     # num_terms: of the step, whose loss is a mean
             loop.update(step)
 
-    train_mode: whether dropout is on. It is off for preferences, as the reference log-probs have none either."""
+    train_mode: whether dropout is on. Off for preferences: the reference log-probs are computed without it."""
 
     def __init__(self, action_model, examples, job, train_mode=True):
         self.action_model = action_model
